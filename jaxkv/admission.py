@@ -1,0 +1,35 @@
+"""Can this request ever be served? Asked once, before it is queued (behaviour 10)."""
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.errors import CapacityError, RequestError
+from jaxkv.request import SamplingParams
+
+
+def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig) -> None:
+    """Refuses a prompt that could never run, even alone.
+
+    A request whose `max_tokens` exceeds the room is fine: it ends when `max_len` is reached.
+
+    Args:
+        prompt_len: tokens in the prompt.
+        params: what is asked of it.
+        config: the limits.
+
+    Raises:
+        RequestError: the prompt is empty, or it and one new token are longer than `max_len`.
+        CapacityError: they need more pages than the pool has.
+    """
+    if prompt_len < 1:
+        raise RequestError("prompt_len=0: a prompt needs at least one token")
+    if params.max_tokens == 0 and params.n > 1:
+        raise RequestError(f"n={params.n} with max_tokens=0: there is nothing to sample; set n=1")
+    num_new = min(params.max_tokens, 1)
+    what = f"prompt_len={prompt_len}" + " plus one new token" * num_new
+    if prompt_len + num_new > config.max_len:
+        raise RequestError(f"{what} exceeds max_len={config.max_len}; shorten the prompt or raise EngineConfig.max_len")
+    num_pages = -(-(prompt_len + num_new) // config.page_size)
+    if num_pages > config.num_pages - 1:
+        raise CapacityError(
+            f"{what} needs {num_pages} pages of {config.page_size} tokens, the pool has {config.num_pages - 1}; "
+            "shorten the prompt or raise EngineConfig.num_pages"
+        )

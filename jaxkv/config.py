@@ -1,0 +1,44 @@
+"""Engine settings: frozen, keyword-only, with units. `resolve` turns every "auto" into a number once."""
+
+import dataclasses
+
+from jaxkv.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Everything the host tower needs; all numbers are final.
+
+    Raises:
+        ConfigError: a value is impossible; the message names value and limit.
+    """
+
+    max_len: int  # tokens a sequence may hold, prompt and output
+    max_rows: int  # sequences running at once
+    page_size: int  # tokens a page holds
+    num_pages: int  # pages in the pool, including the null page 0
+    token_budget: int  # tokens computed in one step with chunks: decode rows first, then prefill chunks
+    chunk_align: int = 1  # a chunk occupies a multiple of this many tokens of the budget (query tile of the kernels)
+    decode_steps: int = 1  # tokens a decode row makes in one device loop when nothing waits
+    prefix_cache: bool = True
+    max_bypass: int = 16  # requests that may overtake a waiting one that does not fit yet
+    steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
+    reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
+
+    def __post_init__(self) -> None:
+        for field in ("max_len", "max_rows", "page_size", "token_budget", "chunk_align", "decode_steps"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be >= 1")
+        for field in ("max_bypass", "reserve_steps"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field}={getattr(self, field)} must be >= 0")
+        if self.steps_per_priority_level < 1:
+            raise ConfigError(f"steps_per_priority_level={self.steps_per_priority_level} must be >= 1")
+        if self.num_pages < 2:
+            raise ConfigError(f"num_pages={self.num_pages} must be >= 2: page 0 is the null page")
+        min_budget = self.max_rows - 1 + self.chunk_align
+        if self.token_budget < min_budget:
+            raise ConfigError(
+                f"token_budget={self.token_budget} leaves no room for one chunk tile of {self.chunk_align} tokens "
+                f"next to {self.max_rows - 1} decode rows; raise it to at least {min_budget} or lower max_rows"
+            )

@@ -1,0 +1,126 @@
+"""How sequences get, share, publish and give back pages: the allocator and the prefix cache behind one door.
+
+All pages of a sequence's known tokens are taken at once when it gets a row, so a prompt that started can always be
+finished; only decode rows ask for more. There is one way out, `release`, and calling it twice is harmless.
+"""
+
+import dataclasses
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.pages import PageAllocator, PageCounts
+from jaxkv.prefix_cache import PrefixCache
+from jaxkv.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Reuse:
+    """K/V that a sequence need not compute."""
+
+    pages: list[int]  # its leading pages, held by others or cached
+    num_tokens: int  # leading tokens whose K/V are there
+    copy_from: int | None = None  # the page after them is partly filled: copy this one first
+    next_key: bytes | None = None  # of the first page that could have been reused but is not known
+    may_publish: bool = True  # False: the pages' content and the cache's namespace differ
+
+
+class Memory:
+    """Pages of all sequences.
+
+    Args:
+        config: sizes of pool and page; whether prefixes are cached.
+        namespace: what K/V depend on besides tokens (`prefix_cache.namespace`).
+    """
+
+    def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
+        self._page_size = config.page_size
+        self._allocator = PageAllocator(config.num_pages)
+        self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be taken now."""
+        return self._allocator.num_available
+
+    @property
+    def counts(self) -> PageCounts:
+        return self._allocator.counts
+
+    @property
+    def num_total(self) -> int:
+        return self._allocator.num_pages - 1
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self._page_size)
+
+    def find_reuse(self, seq: Sequence, parent: Sequence | None) -> Reuse:
+        """What `seq` can share: with `parent` (a running sequence with the same, computed prompt) or with the cache."""
+        size = self._page_size
+        if parent is not None:
+            # The last prompt token is computed again, in the child's own page, to sample with the child's own key.
+            num_full, num_partial = divmod(seq.prompt_len - 1, size)
+            copy_from = parent.pages[num_full] if num_partial else None
+            return Reuse(parent.pages[:num_full], seq.prompt_len - 1, copy_from, may_publish=parent.may_publish)
+        if self._cache is None:
+            return Reuse([], 0)
+        self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
+        keys = seq.page_keys[: seq.max_reused // size]
+        pages = self._cache.match(keys)
+        next_key = keys[len(pages)] if len(pages) < len(keys) else None
+        return Reuse(pages, len(pages) * size, next_key=next_key)
+
+    def try_attach(self, seq: Sequence, reuse: Reuse, keep_free: int) -> bool:
+        """Gives a sequence the pages of its known tokens, if `keep_free` pages are left after that."""
+        num_new = self.num_pages(seq.num_tokens) - len(reuse.pages)
+        # A hit that nobody holds is in the free list too: it must not count as room (behaviour 5).
+        num_unheld = sum(not self._allocator.is_referenced(page) for page in reuse.pages)
+        if self.num_available - num_unheld - num_new < keep_free:
+            return False
+        self._allocator.share(reuse.pages)
+        pages = self._allocator.try_allocate(num_new)
+        assert pages is not None
+        seq.pages = [*reuse.pages, *pages]
+        seq.num_published, seq.may_publish = len(reuse.pages), reuse.may_publish
+        return True
+
+    def take(self, num: int) -> list[int]:
+        """Pages for decode rows; the caller has looked at `num_available`."""
+        pages = self._allocator.try_allocate(num)
+        assert pages is not None, (num, self.num_available)
+        return pages
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Makes full pages findable whose tokens are all known and whose computing steps were dispatched.
+
+        Args:
+            seq: a sequence with pages.
+            num_tokens: leading tokens that satisfy both.
+        """
+        num_full = num_tokens // self._page_size
+        if self._cache is None or not seq.may_publish or num_full <= seq.num_published:
+            return
+        self._cache.extend_keys(seq.page_keys, seq.tokens[: num_full * self._page_size], seq.request.cache_salt)
+        for index in range(seq.num_published, num_full):
+            self._cache.publish(seq.page_keys[index], seq.pages[index])
+        seq.num_published = num_full
+
+    def keys_filled(self, seq: Sequence, start: int, end: int) -> list[bytes]:
+        """Keys of the full pages that positions `[start, end)` of `seq` complete."""
+        size = self._page_size
+        return seq.page_keys[start // size : end // size] if self._cache is not None and seq.may_publish else []
+
+    def release(self, seq: Sequence) -> None:
+        """Gives back what a sequence holds; harmless when it holds nothing."""
+        pages, seq.pages, seq.num_published = seq.pages, [], 0
+        self._allocator.release(pages)
+
+    def clear_cache(self, namespace: bytes | None = None) -> None:
+        """Forgets every cached page (new weights)."""
+        if self._cache is not None:
+            self._cache.clear(namespace)
+
+    def check(self, holders: list[Sequence]) -> None:
+        """Asserts the invariants, and that `holders` are all who hold pages; for tests."""
+        self._allocator.check([page for seq in holders for page in seq.pages])
+        if self._cache is not None:
+            self._cache.check()

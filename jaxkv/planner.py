@@ -1,0 +1,260 @@
+"""What the next step computes: `StepPlan`s from the roster.
+
+The order makes room for whoever runs before anybody else gets in (behaviour 12):
+
+    1. decode rows: one token each. If their pages do not fit, the worst-ranked sequences are preempted. This comes
+       before anything is placed, so a victim never has to be taken out of a half-made plan.
+    2. chunks of running sequences that are behind, then of waiting ones, in what is left of the token budget.
+    3. if no chunk came of that: as many tokens a decode row as `decode_steps` and free pages allow.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.memory import Reuse
+from jaxkv.plan import Chunk, PageWrite, RowSetup, StepPlan
+from jaxkv.queue import Verdict
+from jaxkv.request import FinishReason
+from jaxkv.roster import Roster
+from jaxkv.rows import DecodeBatch
+from jaxkv.sequence import Ending, Sequence
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flight:
+    """A dispatched step: what is needed to understand its result when it comes back."""
+
+    plan: StepPlan
+    rows: np.ndarray  # intp [num_decode_rows]
+    sequences: np.ndarray  # object [num_decode_rows]: who had the rows
+    epochs: np.ndarray  # int64 [num_decode_rows]
+    promised: np.ndarray  # int64 [num_decode_rows]: tokens each row makes unless the device finds it done
+    chunk_sequences: tuple[Sequence, ...]  # one per plan.chunks
+    admitted: tuple[str, ...]  # requests for which this is the first step
+
+
+class Planner:
+    """Makes one plan; a new one is made for every step.
+
+    Args:
+        config: limits.
+        roster: who is there; the planner places, preempts and ends through it.
+        step_id: of the step to plan.
+        committed_id: newest step whose result is known.
+    """
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, step_id: int, committed_id: int) -> None:
+        self._config = config
+        self._roster = roster
+        self._rows = roster.rows
+        self._memory = roster.memory
+        self._step_id = step_id
+        self._committed_id = committed_id
+        self._budget = config.token_budget
+        self._setups: list[RowSetup] = []
+        self._writes: list[PageWrite] = []
+        self._copies: list[tuple[int, int]] = []
+        self._chunks: list[Chunk] = []
+        self._chunked: dict[Sequence, int] = {}  # -> position after its chunk
+        self._filling: dict[bytes, Sequence] = {}  # keys of the pages that this plan's chunks fill
+        self._admitted: list[str] = []
+        self._refused_for_pages_only = True
+
+    def make(self) -> Flight | None:
+        """Plans the step; None if there is nothing to compute now."""
+        behind, max_steps = self._rows.behind(), self._config.decode_steps
+        batch, num_steps = self._reserve(self._rows.decode_batch(), 1 if behind or self._may_admit() else max_steps)
+        if behind or self._may_admit():  # asked again: a preemption made room, maybe for others
+            self._budget -= len(batch)
+            for seq in behind:
+                if seq.is_placed:  # not preempted just now
+                    self._add_chunk(seq)
+            self._admit_waiting()
+            if not self._chunks:
+                batch, num_steps = self._reserve(batch, max_steps)
+        if not self._chunks and not len(batch):
+            return None
+        return self._finish(batch, num_steps)
+
+    def chunk_ends(self) -> list[tuple[Sequence, int]]:
+        """Sequences with a chunk in the plan, with the position after it."""
+        return list(self._chunked.items())
+
+    def _finish(self, batch: DecodeBatch, num_steps: int) -> Flight:
+        plan = StepPlan(
+            step_id=self._step_id,
+            setups=tuple(self._setups),
+            page_writes=tuple(self._writes),
+            page_copies=tuple(self._copies),
+            chunks=tuple(self._chunks),
+            decode_rows=batch.rows.astype(np.int32),
+            num_steps=num_steps,
+        )
+        return Flight(
+            plan=plan,
+            rows=batch.rows,
+            sequences=self._rows.sequences[batch.rows],
+            epochs=self._rows.epoch[batch.rows],
+            promised=batch.advance(num_steps, self._step_id),
+            chunk_sequences=tuple(self._chunked),
+            admitted=tuple(self._admitted),
+        )
+
+    # --- decode rows -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, batch: DecodeBatch, num_steps: int) -> tuple[DecodeBatch, int]:
+        """Takes the pages for a decode step: with fewer tokens a row if they do not fit, then with fewer rows."""
+        if num_steps > 1:
+            num_steps = min(num_steps, max(batch.max_remaining(), 1))
+        while True:
+            lacking = batch.pages_lacking(num_steps, self._config.page_size)
+            num_lacking = int(lacking.sum())
+            if num_lacking <= self._memory.num_available:
+                if num_lacking:
+                    self._grow(batch.rows, lacking, num_lacking)
+                return batch, num_steps
+            if num_steps > 1:
+                num_steps //= 2
+            else:
+                batch = self._make_room(batch)
+
+    def _grow(self, rows: np.ndarray, lacking: np.ndarray, num_lacking: int) -> None:
+        new_pages = iter(self._memory.take(num_lacking))
+        grown = np.flatnonzero(lacking)
+        rows, lacking = rows[grown], lacking[grown]
+        for row, num, seq in zip(rows.tolist(), lacking.tolist(), self._rows.sequences[rows], strict=True):
+            pages = seq.pages
+            for _ in range(num):
+                page = next(new_pages)
+                self._writes.append(PageWrite(row, len(pages), page))
+                pages.append(page)
+        self._rows.capacity[rows] += lacking * self._config.page_size
+
+    def _make_room(self, batch: DecodeBatch) -> DecodeBatch:
+        """Preempts the worst sequence; a sole one ends, unless tokens in flight may end it by themselves."""
+        victim = self._roster.worst()
+        row = victim.row
+        if self._rows.num_placed > 1:
+            self._roster.preempt(victim)
+        elif self._rows.last_step[row] <= self._committed_id:
+            self._end_for_lack_of_pages(victim, victim.num_computed + 1)
+        return batch.select(batch.rows != row)
+
+    def _end_for_lack_of_pages(self, seq: Sequence, num_tokens: int) -> None:
+        config, num_pages = self._config, self._memory.num_pages(num_tokens)
+        self._roster.end(
+            seq,
+            Ending(
+                FinishReason.ERROR,
+                error=f"{num_tokens} tokens need {num_pages} pages of {config.page_size}, the whole pool has "
+                f"{self._memory.num_total}; lower max_tokens or raise EngineConfig.num_pages",
+            ),
+        )
+
+    # --- chunks ------------------------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        """Tokens the next chunk may have: what is left of the budget, in whole tiles."""
+        return max(self._budget, 0) // self._config.chunk_align * self._config.chunk_align
+
+    def _add_chunk(self, seq: Sequence) -> None:
+        """Computes as many of the tokens that `seq` lacks as the budget allows."""
+        row, start, num_tokens = seq.row, seq.num_computed, seq.num_tokens
+        end = min(num_tokens, start + self._room())
+        if end == start:
+            return
+        is_last = end == num_tokens
+        samples = is_last and num_tokens < seq.max_total_len
+        scores = seq.num_unscored > 0 and end > seq.num_scored and start < seq.prompt_len - 1
+        self._chunks.append(
+            Chunk(
+                row=row,
+                start=start,
+                token_ids=seq.tokens[start:end].copy(),
+                samples=samples,
+                prompt_logprobs=seq.request.params.prompt_logprobs if scores else None,
+                next_token_ids=_next_token_ids(seq, start, end) if scores else None,
+            )
+        )
+        self._chunked[seq] = end
+        self._filling.update(dict.fromkeys(self._memory.keys_filled(seq, start, end), seq))
+        self._budget -= -(-(end - start) // self._config.chunk_align) * self._config.chunk_align
+        self._rows.computed[row] = end
+        self._rows.last_step[row] = self._step_id
+        if samples:
+            self._rows.start_decoding(row)
+
+    # --- waiting sequences -------------------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        return len(self._roster.waiting) > 0 and self._rows.num_free > 0 and not self._roster.is_stalled
+
+    def _admit_waiting(self) -> None:
+        if not self._may_admit():
+            return
+        self._roster.waiting.offer(self._admit)
+        self._roster.is_stalled = self._refused_for_pages_only
+
+    def _admit(self, seq: Sequence) -> Verdict:
+        if self._rows.num_free == 0 or self._room() == 0:
+            self._refused_for_pages_only = False
+            return Verdict.CLOSED
+        if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
+            self._refused_for_pages_only = False
+            return Verdict.NOT_YET
+        if self._memory.num_pages(seq.num_tokens) > self._memory.num_total:
+            self._end_for_lack_of_pages(seq, seq.num_tokens)
+            return Verdict.GONE
+        reuse = self._memory.find_reuse(seq, self._parent_to_fork(seq))
+        if self._is_worth_waiting(seq, reuse):
+            self._refused_for_pages_only = False
+            return Verdict.NOT_YET
+        is_first = seq.child == 0 and seq.cached_tokens is None
+        if not self._roster.try_place(seq, reuse):
+            return Verdict.NOT_YET
+        self._refused_for_pages_only = False
+        if is_first:
+            self._admitted.append(seq.request.request_id)
+        self._set_up(seq, reuse)
+        self._add_chunk(seq)
+        return Verdict.ADMITTED
+
+    def _parent_to_fork(self, seq: Sequence) -> Sequence | None:
+        """Child 0, if the whole prompt is in its pages before this step starts, and `seq` has made nothing yet."""
+        parent = seq.parent
+        if parent is None or not parent.is_placed or parent in self._chunked or seq.num_tokens > seq.prompt_len:
+            return None
+        return parent if parent.num_computed >= seq.prompt_len else None
+
+    def _is_worth_waiting(self, seq: Sequence, reuse: Reuse) -> bool:
+        """Another sequence fills the next page that `seq` lacks in this very plan: one step later it can be shared."""
+        return reuse.next_key in self._filling and seq.num_bypassed < self._config.max_bypass
+
+    def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
+        request, row = seq.request, seq.row
+        self._setups.append(
+            RowSetup(
+                row=row,
+                params=request.params,
+                seed=request.seed,
+                child=seq.child,
+                prompt_len=seq.prompt_len,
+                max_total_len=seq.max_total_len,
+                stop_ids=request.stop_ids,
+                bad_words_ids=request.bad_words_ids,
+                token_ids=seq.tokens[: seq.num_tokens].copy(),
+            )
+        )
+        self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
+        if reuse.copy_from is not None:
+            self._copies.append((reuse.copy_from, seq.pages[len(reuse.pages)]))
+
+
+def _next_token_ids(seq: Sequence, start: int, end: int) -> np.ndarray:
+    """The token after each of positions `[start, end)`; 0 where none is known."""
+    next_ids = np.zeros(end - start, np.int32)
+    known = seq.tokens[start + 1 : min(end + 1, seq.num_tokens)]
+    next_ids[: len(known)] = known
+    return next_ids

@@ -1,0 +1,120 @@
+"""Prefix cache: which page of the pool already holds the K/V of which tokens.
+
+A full page is known by its *page key*, the SHA-256 over the key of the page before it and its own tokens, so a key
+names the whole prefix that ends with the page, and equal keys mean equal K/V. The chain starts at a root that covers
+everything else K/V depend on (model content, K/V dtype, page size, rope), so separate processes agree on keys.
+
+    root = SHA-256(version tag, length-prefixed namespace)
+    key  = SHA-256(32-byte parent key, int32 little-endian tokens, each extra with its length as uint32 in front)
+
+Extras (the cache salt) go into the first page only; the chain carries them on. Eviction is the allocator's: it pops the
+least recently used page and calls `evict`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv.pages import PageAllocator
+
+TOKEN_DTYPE = np.dtype("<i4")  # tokens as they are hashed; what `Sequence` stores them in
+_VERSION = b"jaxkv page key 1"
+
+
+def root_key(namespace: bytes) -> bytes:
+    """The parent key of first pages: 32 bytes, the same in every process with this namespace."""
+    return hashlib.sha256(_VERSION + _prefixed(namespace)).digest()
+
+
+def namespace(*, model: str, kv_dtype: str, page_size: int, rope: str) -> bytes:
+    """Everything but tokens and salt that K/V depend on, as bytes for `root_key`.
+
+    Args:
+        model: revision or content digest of the weights, not their name.
+        kv_dtype: dtype name of the pool.
+        page_size: tokens a page holds.
+        rope: the rotary configuration as text, in a fixed order.
+    """
+    return b"".join(_prefixed(part.encode()) for part in (model, kv_dtype, str(page_size), rope))
+
+
+def page_key(parent: bytes, tokens: bytes, extras: Sequence[bytes] = ()) -> bytes:
+    """Key of a full page.
+
+    Args:
+        parent: key of the page before it, or the root key; 32 bytes.
+        tokens: its tokens, int32 little-endian.
+        extras: what else its K/V depend on.
+    """
+    return hashlib.sha256(parent + tokens + b"".join(map(_prefixed, extras)) if extras else parent + tokens).digest()
+
+
+def _prefixed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+class PrefixCache:
+    """Page key -> page, for full pages only; one page a key (the first one published).
+
+    Args:
+        allocator: keeps published pages alive in its free list until their memory is needed.
+        page_size: tokens a page holds.
+        namespace: see `namespace`.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, namespace: bytes = b"") -> None:
+        self._allocator = allocator
+        allocator.on_evict = self.evict
+        self._page_size = page_size
+        self._root = root_key(namespace)
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def extend_keys(self, keys: list[bytes], token_ids: np.ndarray, salt: str = "") -> None:
+        """Appends to `keys` the keys of the full pages of `token_ids` (int32 [num_tokens]) that it lacks."""
+        width = self._page_size * TOKEN_DTYPE.itemsize
+        start, end = len(keys), len(token_ids) // self._page_size
+        tokens = token_ids[start * self._page_size : end * self._page_size].astype(TOKEN_DTYPE, copy=False).tobytes()
+        for index in range(start, end):
+            offset = (index - start) * width
+            parent, extras = (keys[-1], ()) if keys else (self._root, (salt.encode(),) if salt else ())
+            keys.append(page_key(parent, tokens[offset : offset + width], extras))
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `keys`. Call `share` on them before allocating anything else."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def publish(self, key: bytes, page: int) -> None:
+        """Makes a referenced page findable. A step that fills it must have been dispatched (behaviour 4)."""
+        if key in self._page_of or page in self._key_of:
+            return  # the same content is already known on another page, or this page is shared and known
+        self._page_of[key] = page
+        self._key_of[page] = key
+        self._allocator.mark_cached(page)
+
+    def evict(self, page: int) -> None:
+        """Forgets a page whose memory is handed out again; the allocator's `on_evict`."""
+        del self._page_of[self._key_of.pop(page)]
+
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Forgets every page (new weights); with a namespace, later keys grow from its root."""
+        for page in self._key_of:
+            self._allocator.forget(page)
+        self._page_of.clear()
+        self._key_of.clear()
+        if namespace is not None:
+            self._root = root_key(namespace)
+
+    def check(self) -> None:
+        """Asserts that both maps agree; for tests."""
+        assert {page: key for key, page in self._page_of.items()} == self._key_of

@@ -1,0 +1,176 @@
+"""Every unfinished sequence, and the only four ways its life can turn: add, place, preempt, end.
+
+A sequence is in exactly one place: held back (a fork whose parent's prompt is not computed yet), waiting in the queue,
+or placed in a row. Only placed sequences hold pages.
+"""
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.errors import RequestError
+from jaxkv.events import Finished
+from jaxkv.memory import Memory, Reuse
+from jaxkv.queue import WaitingQueue
+from jaxkv.request import FinishReason, Request
+from jaxkv.rows import Rows
+from jaxkv.sequence import Ending, Sequence
+
+
+class Roster:
+    """Owns queue, rows and memory, and keeps them telling the same story.
+
+    Args:
+        config: limits.
+        namespace: what K/V depend on besides tokens (`prefix_cache.namespace`).
+    """
+
+    def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
+        self._config = config
+        self._requests: dict[str, list[Sequence]] = {}
+        self._num_arrived = 0
+        self._finished: list[Finished] = []
+        self.memory = Memory(config, namespace)
+        self.waiting = WaitingQueue(config.max_bypass)
+        self.rows = Rows(
+            max_rows=config.max_rows, max_len=config.max_len, page_size=config.page_size, max_steps=config.decode_steps
+        )
+        # Whoever waits was refused for lack of pages, and none came back since: no use asking again.
+        self.is_stalled = False
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of sequences placed for the first time
+        self.num_hit_tokens = 0  # of these, reused
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """The request's completions, finished ones included; empty when it is unknown or over."""
+        return self._requests.get(request_id, [])
+
+    def all_sequences(self) -> list[Sequence]:
+        """Every unfinished sequence, in order of arrival."""
+        return [seq for group in self._requests.values() for seq in group if seq.ending is None]
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """What ended since the last call."""
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def add(self, request: Request, step_id: int, watched: bool) -> None:
+        """Queues a request's first completion; the others follow when its prompt is computed."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id={request.request_id!r} is already running; choose another")
+        level = request.priority * self._config.steps_per_priority_level + step_id
+        group = [
+            Sequence(request, child, (level, self._num_arrived + child), self._config.max_len, watched)
+            for child in range(request.params.n)
+        ]
+        self._num_arrived += len(group)
+        self._requests[request.request_id] = group
+        group[0].forks = group[1:]
+        for child in group[1:]:
+            child.parent = group[0]
+        self._queue(group[0])
+
+    def release_forks(self, parent: Sequence) -> None:
+        """Queues the children that waited for `parent`: its prompt is computed, or it ended."""
+        forks, parent.forks = parent.forks, []
+        for child in forks:
+            if child.ending is None:
+                self._queue(child)
+
+    def try_place(self, seq: Sequence, reuse: Reuse) -> bool:
+        """Gives a waiting sequence pages and a row, if there is room; the queue lets go of it by itself."""
+        # Running rows must be able to grow for a while, else the newcomer would be thrown out again at once.
+        keep_free = -(-self.rows.num_placed * self._config.reserve_steps // self._config.page_size)
+        if not self.memory.try_attach(seq, reuse, keep_free):
+            return False
+        self.rows.place(seq, reuse.num_tokens)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = reuse.num_tokens
+            self.num_prompt_tokens += seq.prompt_len
+            self.num_hit_tokens += reuse.num_tokens
+        return True
+
+    def worst(self) -> Sequence:
+        """The running sequence to preempt first: lowest (aged) priority, then last to arrive."""
+        return max(self.rows.placed(), key=lambda seq: seq.rank)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes row and pages away; the sequence waits again and will compute again what the cache loses until then."""
+        self._publish_output(seq)
+        self._vacate(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._queue(seq)
+
+    def end(self, seq: Sequence, ending: Ending) -> None:
+        """The one way out, wherever the sequence is. Tokens of it still in flight will be dropped."""
+        assert seq.ending is None, seq
+        if seq.is_placed:
+            if ending.reason is not FinishReason.ERROR:
+                self._publish_output(seq)
+            self._vacate(seq)
+        self.waiting.discard(seq)
+        seq.ending = ending
+        self.is_stalled = False
+        self.release_forks(seq)
+        request_id = seq.request.request_id
+        group = self._requests[request_id]
+        is_last = all(other.ending is not None for other in group)
+        if is_last:
+            del self._requests[request_id]
+        self._finished.append(
+            Finished(
+                request_id=request_id,
+                child=seq.child,
+                reason=ending.reason,
+                token_ids=seq.output_token_ids,
+                stop_reason=ending.stop_reason,
+                error=ending.error,
+                cached_tokens=group[0].cached_tokens or 0,
+                num_preemptions=seq.num_preemptions,
+                is_last=is_last,
+            )
+        )
+
+    def clear_cache(self, namespace: bytes | None) -> None:
+        """Forgets cached pages; what running sequences hold stays theirs but is never published."""
+        self.memory.clear_cache(namespace)
+        for seq in self.all_sequences():
+            seq.page_keys = []
+            if seq.is_placed:
+                seq.may_publish = False
+        self.is_stalled = False
+
+    def check(self) -> None:
+        """Asserts that queue, rows and memory agree; for tests."""
+        placed = self.rows.placed()
+        self.memory.check(placed)
+        self.rows.check()
+        assert len(placed) == self.rows.num_placed
+        for seq in placed:
+            assert seq.is_placed and self.rows.sequences[seq.row] is seq and seq.ending is None, seq
+            assert self.rows.capacity[seq.row] == len(seq.pages) * self._config.page_size >= seq.num_computed, seq
+            assert max(seq.num_tokens, seq.num_computed) <= seq.max_total_len, seq
+        waiting = list(self.waiting)
+        assert [seq.rank for seq in waiting] == sorted({seq.rank for seq in waiting})
+        for seq in waiting:
+            assert not seq.is_placed and not seq.pages and seq.ending is None, seq
+        held = [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
+        assert len(placed) + len(waiting) + len(held) == len(self.all_sequences())
+
+    def _publish_output(self, seq: Sequence) -> None:
+        """Makes what a sequence generated findable when it leaves: before, nobody could ask for it.
+
+        The K/V of the last known token may be missing: the device does not compute them after a stop.
+        """
+        if seq.num_tokens > seq.prompt_len and self.rows.decoding[seq.row]:
+            self.memory.publish(seq, seq.num_tokens - 1)
+
+    def _vacate(self, seq: Sequence) -> None:
+        self.rows.remove(seq)
+        self.memory.release(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        self.waiting.push(seq)
+        self.is_stalled = False

@@ -1,0 +1,295 @@
+"""Continuous batching on the host: which tokens of which requests the next step computes.
+
+    scheduler.add(request)                    queue it
+    plan = scheduler.plan()                   what the next step computes; None: nothing to do now
+    (dispatch the plan)                       in the order of planning, before planning again
+    events = scheduler.commit(result)         in the order of planning; any number of steps may be in flight
+
+`plan` may be called before earlier steps are committed: a decode row that lives makes exactly the tokens it was
+promised, so the host knows lengths and pages ahead of the tokens themselves.
+
+No clock, no jax, no sets: the same calls give the same plans on every host (behaviour 17).
+"""
+
+import collections
+import dataclasses
+import heapq
+
+import numpy as np
+
+from jaxkv.admission import check_fits
+from jaxkv.config import SchedulerConfig
+from jaxkv.events import Committed, Finished, NewTokens, Scores
+from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
+from jaxkv.planner import Flight, Planner
+from jaxkv.request import FinishReason, Request
+from jaxkv.roster import Roster
+from jaxkv.sequence import Ending, Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot. Pages are counted without the null page: free + cached + used = total."""
+
+    num_requests: int  # unfinished
+    num_waiting: int  # sequences
+    num_running: int  # sequences with a row
+    num_in_flight: int  # steps
+    pages_free: int
+    pages_cached: int  # nobody holds them, but a prefix hit could take them back
+    pages_used: int
+    tokens_held: int  # K/V positions in used pages, computed or in flight; shared ones once
+    utilisation: float  # tokens_held / tokens that used pages could hold; 1.0 when none is used
+    num_steps: int  # planned so far
+    num_prompt_tokens: int  # of sequences that got a row so far
+    num_hit_tokens: int  # of these, reused
+    num_preemptions: int
+
+
+class Scheduler:
+    """The host tower's public face.
+
+    Args:
+        config: limits; all numbers are final.
+        namespace: what K/V depend on besides tokens, see `prefix_cache.namespace`.
+    """
+
+    def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
+        self.config = config
+        self._roster = Roster(config, namespace)
+        self._flights: collections.deque[Flight] = collections.deque()
+        self._num_planned = 0
+        self._committed_id = -1
+        self._just_chunked: list[tuple[Sequence, int]] = []  # sequences with a chunk in the newest plan, and its end
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap: (when, arrival, request id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._roster.num_requests > 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned but not committed."""
+        return len(self._flights)
+
+    # --- requests come and go ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, stream: bool = False) -> None:
+        """Queues a request.
+
+        Args:
+            request: checked against the model by the caller.
+            stream: report its tokens after every step (`Committed.watched`), not only when it ends. Requests with
+                stop strings or log-probabilities are reported in any case.
+
+        Raises:
+            RequestError: its id is in use, its prompt is empty or longer than `max_len`.
+            CapacityError: its prompt can never fit into the pool.
+        """
+        params = request.params
+        check_fits(len(request.prompt_token_ids), params, self.config)
+        watched = stream or params.needs_every_token
+        self._roster.add(request, self._num_planned, watched)
+        if request.deadline_s is not None:
+            arrival = self._roster.sequences(request.request_id)[0].rank[1]
+            heapq.heappush(self._deadlines, (request.deadline_s, arrival, request.request_id))
+
+    def abort(self, request_id: str) -> None:
+        """Ends what is left of a request; unknown or finished ones are left alone. Pages are free at once."""
+        self._end_request(request_id, Ending(FinishReason.ABORT))
+
+    def expire(self, now_s: float) -> None:
+        """Ends requests whose deadline is not after `now_s` (the caller's clock); they keep their partial output."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            group = self._roster.sequences(request_id)
+            if group and group[0].rank[1] == arrival:  # else the id was used again
+                self._end_request(request_id, Ending(FinishReason.ABORT))
+
+    def finish(
+        self,
+        request_id: str,
+        child: int,
+        *,
+        num_output: int | None = None,
+        reason: FinishReason = FinishReason.STOP,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> bool:
+        """Ends one completion for a reason only the caller can see, such as a stop string.
+
+        Args:
+            request_id: of an unfinished request, else nothing happens.
+            child: index of the completion.
+            num_output: output tokens to keep; None keeps all.
+            reason: why.
+            stop_reason: the stop string that matched.
+            error: what happened, with `FinishReason.ERROR`.
+
+        Returns:
+            Whether it was unfinished until now.
+        """
+        group = self._roster.sequences(request_id)
+        if not group or group[child].ending is not None:
+            return False
+        seq = group[child]
+        if num_output is not None:
+            assert 0 <= num_output <= seq.num_tokens - seq.prompt_len, (num_output, seq)
+            seq.num_tokens = seq.prompt_len + num_output
+        self._roster.end(seq, Ending(reason, stop_reason, error))
+        return True
+
+    def fail_all(self, error: str) -> None:
+        """Ends everything after the device failed: steps in flight are lost, cached pages are not to be trusted."""
+        self._flights.clear()
+        self._just_chunked = []
+        self._committed_id = self._num_planned - 1
+        self._roster.clear_cache(None)
+        for seq in self._roster.all_sequences():
+            self._roster.end(seq, Ending(FinishReason.ERROR, error=error))
+
+    def clear_cache(self, namespace: bytes | None = None) -> None:
+        """Forgets every cached page, for new weights (behaviour 7); give their namespace."""
+        self._roster.clear_cache(namespace)
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """What ended since the last `commit` or `take_finished`."""
+        return self._roster.take_finished()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step; every plan before it must have been dispatched. None: nothing can be computed now."""
+        self._note_dispatched()
+        planner = Planner(self.config, self._roster, self._num_planned, self._committed_id)
+        flight = planner.make()
+        if flight is None:
+            return None
+        self._just_chunked = planner.chunk_ends()
+        self._flights.append(flight)
+        self._num_planned += 1
+        return flight.plan
+
+    def commit(self, result: StepResult) -> Committed:
+        """Takes in what the oldest step in flight produced."""
+        flight = self._flights.popleft()
+        plan = flight.plan
+        assert result.step_id == plan.step_id, (result.step_id, plan.step_id)
+        self._committed_id = plan.step_id
+        sampled, scores = [], []
+        for chunk, seq, tokens, chunk_scores in zip(
+            plan.chunks, flight.chunk_sequences, result.chunks, result.prompt_scores, strict=True
+        ):
+            scores += _commit_scores(seq, chunk, chunk_scores)  # first: the sample may end the sequence
+            sampled += self._commit_sample(seq, chunk, tokens)
+            if seq.ending is None and not chunk.samples and chunk.start + len(chunk.token_ids) == seq.max_total_len:
+                self._end_scored(seq)
+        counts, watched = self._commit_decode(flight, result)
+        return Committed(
+            step_id=plan.step_id,
+            sequences=flight.sequences,
+            token_ids=result.decode_tokens,
+            counts=counts,
+            watched=watched,
+            result=result,
+            sampled=tuple(sampled),
+            scores=tuple(scores),
+            admitted=flight.admitted,
+            finished=self._roster.take_finished(),
+        )
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges, made when asked."""
+        roster, rows, counts = self._roster, self._roster.rows, self._roster.memory.counts
+        room = counts.referenced * self.config.page_size
+        held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
+        return SchedulerStats(
+            num_requests=roster.num_requests,
+            num_waiting=len(roster.waiting),
+            num_running=rows.num_placed,
+            num_in_flight=len(self._flights),
+            pages_free=counts.free,
+            pages_cached=counts.cached,
+            pages_used=counts.referenced,
+            tokens_held=held,
+            utilisation=held / room if room else 1.0,
+            num_steps=self._num_planned,
+            num_prompt_tokens=roster.num_prompt_tokens,
+            num_hit_tokens=roster.num_hit_tokens,
+            num_preemptions=roster.num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Asserts that every structure tells the same story; for tests."""
+        self._roster.check()
+
+    def _end_request(self, request_id: str, ending: Ending) -> None:
+        for seq in self._roster.sequences(request_id):
+            if seq.ending is None:
+                self._roster.end(seq, ending)
+
+    def _note_dispatched(self) -> None:
+        """The newest plan was dispatched: its chunks' pages may be shared, computed prompts may be forked."""
+        for seq, end in self._just_chunked:
+            if seq.ending is None and seq.is_placed:
+                self._roster.memory.publish(seq, end)
+            if end >= seq.prompt_len:
+                self._roster.release_forks(seq)
+        self._just_chunked = []
+
+    def _commit_sample(self, seq: Sequence, chunk: Chunk, tokens: SampledTokens | None) -> list[NewTokens]:
+        assert (tokens is not None) == chunk.samples, (seq, tokens)
+        if tokens is None or not self._deliver(seq, tokens.token_ids.tolist()):
+            return []
+        ids, logprobs, top_ids, top_logprobs = tokens.token_ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs
+        return [NewTokens(seq.request.request_id, seq.child, ids, logprobs, top_ids, top_logprobs)]
+
+    def _commit_decode(self, flight: Flight, result: StepResult) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many tokens of each decode row count, and which rows with tokens are watched."""
+        columns, rows, tokens, counts = self._roster.rows, flight.rows, result.decode_tokens, result.decode_counts
+        live = columns.epoch[rows] == flight.epochs
+        watched = columns.watched[rows]
+        if live.all():
+            one_by_one = columns.append(rows, tokens, counts)
+        else:
+            one_by_one = ~live
+            one_by_one[live] = columns.append(rows[live], tokens[live], counts[live])
+        short = counts != flight.promised
+        if one_by_one.any():
+            counts = counts.copy()
+            for place in np.flatnonzero(one_by_one).tolist():
+                seq = flight.sequences[place]
+                watched[place] = seq.watched
+                counts[place] = self._deliver(seq, tokens[place, : counts[place]].tolist())
+        assert all(seq.ending for seq in flight.sequences[short]), "a live row made fewer tokens than promised"
+        return counts, np.flatnonzero(watched & (counts > 0))
+
+    def _end_scored(self, seq: Sequence) -> None:
+        """All of a prompt that is only to be scored came back."""
+        if seq.is_placed:
+            self._roster.memory.publish(seq, seq.num_computed)
+        self._roster.end(seq, Ending(FinishReason.LENGTH))
+
+    def _deliver(self, seq: Sequence, token_ids: list[int]) -> int:
+        """Adds tokens to one sequence and ends it where they do; returns how many count."""
+        if seq.ending is not None:
+            return 0
+        num, ending = seq.judge(token_ids)
+        seq.append(token_ids[:num])
+        if ending is not None:
+            self._roster.end(seq, ending)
+        return num
+
+
+def _commit_scores(seq: Sequence, chunk: Chunk, scores: PromptScores | None) -> list[Scores]:
+    """Scores of positions that were not delivered before (a preempted sequence computes some of them again)."""
+    if seq.ending is not None or chunk.prompt_logprobs is None:
+        return []
+    assert scores is not None, seq
+    start, end = seq.num_scored, min(chunk.start + len(chunk.token_ids), seq.prompt_len - 1)
+    assert chunk.start <= start < end, (chunk.start, start, end)
+    seq.num_scored = end
+    part = slice(start - chunk.start, end - chunk.start)
+    return [
+        Scores(seq.request.request_id, start, scores.logprobs[part], scores.top_ids[part], scores.top_logprobs[part])
+    ]

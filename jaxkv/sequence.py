@@ -1,0 +1,143 @@
+"""One completion while it is being made: the only mutable thing about a request.
+
+A request with `n` completions is `n` sequences; child 0 computes the prompt, the others fork from its pages.
+
+One number drives everything: `num_computed` (positions whose K/V a dispatched step computes) catches up with
+`num_tokens` (tokens known). A sequence that waits has computed nothing; one that is behind needs a chunk; once its last
+chunk is dispatched its row decodes, and `num_computed` may run ahead of what is known by the tokens in flight.
+
+While a sequence has a row, its numbers live in the columns of `Rows`, where a step handles all rows at once.
+"""
+
+import typing
+
+import numpy as np
+
+from jaxkv.prefix_cache import TOKEN_DTYPE
+from jaxkv.request import FinishReason, Request
+
+
+class Columns(typing.Protocol):
+    """The part of `Rows` that a placed sequence reads its numbers from."""
+
+    known: np.ndarray
+    computed: np.ndarray
+
+
+class Ending(typing.NamedTuple):
+    """How a sequence ended."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class Sequence:
+    """One completion of a request.
+
+    Args:
+        request: what was asked.
+        child: index among the request's completions.
+        rank: position among all sequences, best first: (aged priority, arrival number). Never changes.
+        max_len: tokens any sequence may hold.
+        watched: someone looks at its tokens after every step (streaming, stop strings, log-probabilities).
+    """
+
+    def __init__(self, request: Request, child: int, rank: tuple[int, int], max_len: int, watched: bool) -> None:
+        self.request = request
+        self.child = child
+        self.rank = rank
+        self.watched = watched
+        self.prompt_len = len(request.prompt_token_ids)
+        self.max_total_len = min(self.prompt_len + request.params.max_tokens, max_len)
+        self.parent: Sequence | None = None  # child 0, whose prompt pages this one may share
+        self.forks: list[Sequence] = []  # children that wait until this one's prompt is computed
+
+        self.rows: Columns | None = None  # where its numbers live while it has a row
+        self.row = -1
+        # [>= num_tokens]; while placed, a row of `Rows.tokens`
+        self.tokens = np.array(request.prompt_token_ids, TOKEN_DTYPE)
+        self._num_tokens = self.prompt_len
+
+        self.pages: list[int] = []  # page i holds positions [i * page_size, (i + 1) * page_size)
+        self.page_keys: list[bytes] = []  # of its full pages, as far as they were needed
+        self.num_published = 0  # leading pages that the prefix cache knows
+        self.may_publish = True  # False once its K/V and the cache's namespace differ
+
+        self.last_step_id = -1  # newest step that computed for it, up to when it left its row
+        self.num_scored = 0  # prompt positions whose scores were delivered
+        self.cached_tokens: int | None = None  # prompt tokens reused at first admission; None before
+        self.num_bypassed = 0
+        self.num_preemptions = 0
+        self.ending: Ending | None = None
+
+    @property
+    def is_placed(self) -> bool:
+        """Has a row and pages."""
+        return self.rows is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return self._num_tokens if self.rows is None else int(self.rows.known[self.row])
+
+    @num_tokens.setter
+    def num_tokens(self, value: int) -> None:
+        if self.rows is None:
+            self._num_tokens = value
+        else:
+            self.rows.known[self.row] = value
+
+    @property
+    def num_computed(self) -> int:
+        """Leading positions whose K/V are computed by steps dispatched so far (or were reused)."""
+        return 0 if self.rows is None else int(self.rows.computed[self.row])
+
+    @property
+    def stop_from(self) -> int:
+        """First position at which a stop id ends the sequence: `min_tokens` tokens are out before it."""
+        return self.prompt_len + self.request.params.min_tokens
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt positions whose scores are still owed: position i scores token i + 1, so the last one has none."""
+        if self.child or self.request.params.prompt_logprobs is None:
+            return 0
+        return self.prompt_len - 1 - self.num_scored
+
+    @property
+    def max_reused(self) -> int:
+        """Leading tokens whose K/V may be reused: the last token is always computed, and so is what must be scored."""
+        return min(self.num_tokens - 1, self.num_scored) if self.num_unscored > 0 else self.num_tokens - 1
+
+    @property
+    def output_token_ids(self) -> np.ndarray:
+        """A copy of the known output: int32 [num_output]."""
+        return self.tokens[self.prompt_len : self.num_tokens].copy()
+
+    def judge(self, token_ids: list[int]) -> tuple[int, Ending | None]:
+        """How many of the tokens that follow the known ones count, and whether the last of these ends the sequence.
+
+        An id that stops counts as output; what a device made after it does not.
+        """
+        start = self.num_tokens
+        for index, token in enumerate(token_ids):
+            position = start + index
+            if token in self.request.stop_ids and position >= self.stop_from:
+                is_users = token in self.request.params.stop_token_ids
+                return index + 1, Ending(FinishReason.STOP, token if is_users else None)
+            if position + 1 >= self.max_total_len:
+                return index + 1, Ending(FinishReason.LENGTH)
+        return len(token_ids), None
+
+    def append(self, token_ids: list[int]) -> None:
+        """Adds tokens that became known."""
+        start, end = self.num_tokens, self.num_tokens + len(token_ids)
+        if self.rows is None:
+            self.tokens = np.concatenate([self.tokens[:start], np.array(token_ids, TOKEN_DTYPE)])
+        else:
+            self.tokens[start:end] = token_ids
+        self.num_tokens = end
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request.request_id!r}, {self.child}, {self.num_computed}/{self.num_tokens} tokens)"

@@ -1,0 +1,126 @@
+"""What the host costs a step: `Scheduler.plan` and `commit` in microseconds, with a runner that costs nothing.
+
+    python scripts/bench_host.py [--rows 256] [--steps 1000] [--decode-steps 1]
+
+Prints one JSON line: medians of wall time, and means of the thread's CPU time (which other processes on the machine do
+not disturb). `decode` has every row running, lengths spread over all offsets in a page, so that in each step one row in
+`page_size` takes a page. `churn` adds a backlog: a request ends after about 128 tokens and the next one is admitted, so
+most steps have chunks (`churn_mixed_share`), and finished pages are hashed and published.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.scheduler import Scheduler
+from tests.fake_model import make_request
+from tests.fake_runner import CheapRunner
+
+PROMPT_LEN = 64  # mean tokens
+CHURN_OUTPUT_LEN = 128  # mean tokens
+
+
+class Stopwatch:
+    """Microseconds of one kind of call."""
+
+    def __init__(self) -> None:
+        self.wall_us: list[float] = []
+        self.cpu_us: list[float] = []
+
+    def time(self, call, *args):
+        cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+        result = call(*args)
+        wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
+        self.wall_us.append(wall / 1000)
+        self.cpu_us.append(cpu / 1000)
+        return result
+
+
+class Meter:
+    """Runs steps with one in flight and keeps the time that the scheduler takes."""
+
+    def __init__(self, rows: int, num_steps: int, decode_steps: int) -> None:
+        max_len = PROMPT_LEN * 2 + (num_steps + 200) * decode_steps
+        self.config = SchedulerConfig(
+            max_len=max_len, max_rows=rows, page_size=16, num_pages=rows * (max_len // 16 + 1) + 1,
+            token_budget=2048 + rows, chunk_align=16, decode_steps=decode_steps,
+        )  # fmt: skip
+        self.scheduler = Scheduler(self.config)
+        self.runner = CheapRunner(rows, decode_steps)
+        self.random = np.random.default_rng(1)
+        self.num_added = 0
+        self.result = None
+        self.num_mixed = 0
+        self.plan, self.commit = Stopwatch(), Stopwatch()
+
+    def add(self, max_tokens: int) -> None:
+        prompt = self.random.integers(0, 30_000, self.random.integers(PROMPT_LEN // 2, PROMPT_LEN * 3 // 2)).tolist()
+        # Three ids that the runner never makes: they are compared, and never match.
+        self.scheduler.add(make_request(str(self.num_added), prompt, eos=(1, 2, 3), max_tokens=max_tokens))
+        self.num_added += 1
+
+    def run(self, num_steps: int) -> None:
+        self.plan, self.commit, self.num_mixed = Stopwatch(), Stopwatch(), 0
+        for _ in range(num_steps):
+            plan = self.plan.time(self.scheduler.plan)
+            assert plan is not None
+            result, self.result = self.result, self.runner.run(plan)
+            self.num_mixed += bool(plan.chunks)
+            if result is not None:
+                self.commit.time(self.scheduler.commit, result)
+
+
+def decode_only(rows: int, num_steps: int, decode_steps: int) -> Meter:
+    """All rows run from beginning to end."""
+    meter = Meter(rows, num_steps, decode_steps)
+    for _ in range(rows):
+        meter.add(max_tokens=meter.config.max_len)
+    meter.run(100)  # prompts, and warm caches
+    assert meter.scheduler.stats().num_running == rows and meter.scheduler.stats().num_waiting == 0
+    meter.run(num_steps)
+    assert not meter.num_mixed
+    return meter
+
+
+def churn(rows: int, num_steps: int, decode_steps: int) -> Meter:
+    """Requests end and others, always waiting, take their place."""
+    meter = Meter(rows, num_steps, decode_steps)
+    for _ in range(rows + (num_steps + 100) * rows * decode_steps // CHURN_OUTPUT_LEN * 5 // 4):
+        meter.add(max_tokens=int(meter.random.integers(1, 2 * CHURN_OUTPUT_LEN)))
+    meter.run(100)
+    meter.run(num_steps)
+    assert meter.scheduler.stats().num_waiting > 0
+    return meter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of Scheduler.plan and commit a step, without a device.")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--decode-steps", type=int, default=1)
+    args = parser.parse_args()
+    report = {"bench": "host", **vars(args), "python": platform.python_version(), "numpy": np.__version__}
+    for name, case in (("decode", decode_only), ("churn", churn)):
+        meter = case(args.rows, args.steps, args.decode_steps)
+        for part, watches in (
+            ("plan", [meter.plan]),
+            ("commit", [meter.commit]),
+            ("total", [meter.plan, meter.commit]),
+        ):
+            report[f"{name}_{part}_us"] = round(sum(statistics.median(watch.wall_us) for watch in watches), 1)
+            report[f"{name}_{part}_cpu_us"] = round(sum(statistics.fmean(watch.cpu_us) for watch in watches), 1)
+        report[f"{name}_mixed_share"] = round(meter.num_mixed / args.steps, 3)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Waiting queue: order, and who may overtake whom."""
+
+import pytest
+
+from jaxkv.queue import Verdict, WaitingQueue
+from jaxkv.sequence import Sequence
+from tests.fake_model import make_request
+
+
+def sequence(name: str, level: int = 0, arrival: int = 0) -> Sequence:
+    return Sequence(make_request(name, [1]), 0, (level, arrival), 64, False)
+
+
+def fill(max_bypass: int, names: str) -> WaitingQueue:
+    queue = WaitingQueue(max_bypass)
+    for arrival, name in enumerate(names):
+        queue.push(sequence(name, arrival=arrival))
+    return queue
+
+
+def names(queue: WaitingQueue) -> str:
+    return "".join(seq.request.request_id for seq in queue)
+
+
+def offer(queue: WaitingQueue, **verdicts: Verdict) -> tuple[str, str]:
+    """Names that were offered and admitted; who has no verdict is admitted."""
+    offered, admitted = "", ""
+
+    def admit(seq: Sequence) -> Verdict:
+        nonlocal offered, admitted
+        name = seq.request.request_id
+        verdict = verdicts.get(name, Verdict.ADMITTED)
+        offered += name
+        if verdict is Verdict.ADMITTED:
+            admitted += name
+        if verdict is Verdict.GONE:
+            queue.discard(seq)
+        return verdict
+
+    queue.offer(admit)
+    return offered, admitted
+
+
+def test_best_rank_first_whatever_the_order_of_arrival():
+    queue = WaitingQueue(0)
+    for name, level, arrival in (("c", 1, 0), ("a", 0, 2), ("d", 1, 3), ("b", 0, 4)):
+        queue.push(sequence(name, level, arrival))
+    assert names(queue) == "abcd"
+
+
+def test_everybody_is_admitted_in_order():
+    queue = fill(2, "abc")
+    assert offer(queue) == ("abc", "abc") and len(queue) == 0
+
+
+def test_closed_ends_the_round():
+    queue = fill(2, "abc")
+    assert offer(queue, b=Verdict.CLOSED) == ("ab", "a")
+    assert names(queue) == "bc"
+
+
+def test_who_is_gone_neither_blocks_nor_overtakes():
+    queue = fill(1, "abcd")
+    assert offer(queue, a=Verdict.NOT_YET, b=Verdict.GONE) == ("abc", "c")
+    assert names(queue) == "ad"
+
+
+@pytest.mark.parametrize("max_bypass", [0, 1, 2, 5])
+def test_13_only_so_many_overtake_also_over_several_rounds(max_bypass: int):
+    queue = fill(max_bypass, "abcdefgh")
+    _, first = offer(queue, a=Verdict.NOT_YET, c=Verdict.CLOSED)
+    _, second = offer(queue, a=Verdict.NOT_YET)
+    assert first + second == "bcdefgh"[:max_bypass]
+    assert offer(queue, a=Verdict.NOT_YET) == ("a", "")
+    offered, admitted = offer(queue)
+    assert offered == admitted and admitted[0] == "a" and len(queue) == 0
+
+
+def test_13_a_round_looks_at_no_more_than_the_bypass_allows():
+    queue = fill(2, "abcdefgh")
+    waits = dict.fromkeys("abcdefg", Verdict.NOT_YET)
+    assert offer(queue, **waits) == ("abc", "")
+
+
+def test_being_overtaken_is_forgotten_once_it_ran():
+    queue = fill(1, "ab")
+    offer(queue, a=Verdict.NOT_YET)
+    (seq,) = queue
+    assert seq.num_bypassed == 1
+    queue.discard(seq)
+    queue.push(seq)
+    assert seq.num_bypassed == 0
+
+
+def test_discarding_who_does_not_wait_changes_nothing():
+    queue = fill(1, "ab")
+    queue.discard(sequence("x", arrival=0))
+    queue.discard(sequence("y", arrival=9))
+    assert names(queue) == "ab"

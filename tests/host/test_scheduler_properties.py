@@ -1,0 +1,152 @@
+"""Random lives of random requests: whatever happens, every output is what the request would make alone.
+
+The fake device computes each token from K/V that it reads through page tables, so a wrong page, a stale cell, a lost
+or doubled token cannot stay hidden. Small pools make preemption common, few letters make shared prefixes common.
+"""
+
+import hypothesis
+import hypothesis.stateful
+import hypothesis.strategies as st
+
+from jaxkv.config import SchedulerConfig
+from jaxkv.errors import CapacityError
+from jaxkv.request import FinishReason
+from tests.fake_model import generate_alone, make_request
+from tests.fake_runner import Loop
+
+MAX_LEN = 36
+BASE = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]  # what most prompts begin with
+MODEL_STOPS = (3, 4, 5)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    max_rows, align = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
+    return SchedulerConfig(
+        max_len=MAX_LEN,
+        max_rows=max_rows,
+        page_size=draw(st.sampled_from([1, 3, 4, 16])),
+        num_pages=draw(st.integers(4, 60)),
+        token_budget=max_rows - 1 + align + draw(st.integers(0, 20)),
+        chunk_align=align,
+        decode_steps=draw(st.integers(1, 5)),
+        prefix_cache=draw(st.booleans()),
+        max_bypass=draw(st.integers(0, 3)),
+        steps_per_priority_level=draw(st.integers(1, 20)),
+        reserve_steps=draw(st.sampled_from([0, 0, 4])),
+    )
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> dict:
+    """Keyword arguments of `make_request`."""
+    prompt = BASE[: draw(st.integers(0, len(BASE)))] + draw(st.lists(st.integers(0, 2), max_size=6))
+    max_tokens = draw(st.integers(0, 20))
+    scored = max_tokens == 0 or draw(st.integers(0, 4)) == 0
+    return {
+        "prompt": prompt or [0],
+        "max_tokens": max_tokens,
+        "min_tokens": draw(st.integers(0, min(max_tokens, 4))),
+        "prompt_logprobs": 0 if scored else None,
+        "n": draw(st.sampled_from([1, 1, 2, 3])) if max_tokens else 1,
+        "eos": MODEL_STOPS,
+        "stop_token_ids": draw(st.sampled_from([(), (6,), (7, 8)])),
+        "ignore_eos": draw(st.booleans()),
+        "priority": draw(st.sampled_from([0, 0, 1, -1])),
+        "salt": draw(st.sampled_from(["", "", "tenant"])),
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
+    """Adds, aborts, steps, overlaps, preempts, forks; checks after every operation."""
+
+    @hypothesis.stateful.initialize(config=configs(), depth=st.integers(1, 3))
+    def start(self, config: SchedulerConfig, depth: int) -> None:
+        self.loop = Loop(config, depth=depth)
+        self.num_added = 0
+
+    @hypothesis.stateful.rule(ask=asks(), deadline_s=st.sampled_from([None, None, 1.0, 2.0]))
+    def add(self, ask: dict, deadline_s: float | None) -> None:
+        try:
+            self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask))
+        except CapacityError:
+            num_tokens = len(ask["prompt"]) + min(1, ask["max_tokens"])
+            assert num_tokens > (self.loop.config.num_pages - 1) * self.loop.config.page_size
+        self.num_added += 1
+
+    @hypothesis.stateful.rule(num=st.integers(1, 6))
+    def steps(self, num: int) -> None:
+        for _ in range(num):
+            self.loop.step()
+
+    @hypothesis.stateful.precondition(lambda self: len(self.loop.results) < self.loop.depth)
+    @hypothesis.stateful.rule()
+    def dispatch(self) -> None:
+        self.loop.dispatch()
+
+    @hypothesis.stateful.rule()
+    def commit(self) -> None:
+        self.loop.commit()
+
+    @hypothesis.stateful.precondition(lambda self: self.num_added)
+    @hypothesis.stateful.rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = str(data.draw(st.integers(0, self.num_added - 1)))
+        self.loop.scheduler.abort(request_id)
+        assert not self.loop.scheduler._roster.sequences(request_id)
+
+    @hypothesis.stateful.rule(data=st.data())
+    def find_stop_string(self, data: st.DataObject) -> None:
+        """The caller ends a completion, a few tokens back."""
+        ready = [key for key, tokens in sorted(self.loop.streamed.items()) if tokens and key not in self.loop.finished]
+        if ready:
+            request_id, child = data.draw(st.sampled_from(ready))
+            num_output = data.draw(st.integers(1, len(self.loop.streamed[request_id, child])))
+            self.loop.scheduler.finish(request_id, child, num_output=num_output, stop_reason="stop")
+
+    @hypothesis.stateful.rule(now_s=st.sampled_from([0.5, 1.5, 2.5]))
+    def expire(self, now_s: float) -> None:
+        self.loop.scheduler.expire(now_s)
+
+    @hypothesis.stateful.rule(namespace=st.sampled_from([None, b"a", b"b"]))
+    def clear_cache(self, namespace: bytes | None) -> None:
+        self.loop.scheduler.clear_cache(namespace)
+        assert self.loop.scheduler.stats().pages_cached == 0
+
+    @hypothesis.stateful.rule()
+    def drain(self) -> None:
+        self.loop.drain()
+
+    @hypothesis.stateful.invariant()
+    def holds(self) -> None:
+        scheduler = self.loop.scheduler
+        scheduler.check()
+        stats = scheduler.stats()
+        assert stats.pages_free + stats.pages_cached + stats.pages_used == self.loop.config.num_pages - 1
+        assert 0 <= stats.utilisation <= 1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        self.loop.drain()
+        self.loop.check_against_alone()
+        stats = self.loop.scheduler.stats()
+        assert (stats.pages_used, stats.num_waiting, stats.num_running) == (0, 0, 0)
+        num_completions = sum(request.params.n for request in self.loop.requests.values())
+        assert len(self.loop.finished) == num_completions, "everybody hears back, once"
+        for (request_id, child), finished in self.loop.finished.items():
+            if finished.reason is FinishReason.ERROR:
+                self._check_error(request_id, child, len(finished.token_ids))
+
+    def _check_error(self, request_id: str, child: int, num_output: int) -> None:
+        """Only what cannot go on even alone may end with an error."""
+        config, request = self.loop.config, self.loop.requests[request_id]
+        room = (config.num_pages - 1) * config.page_size
+        num_tokens = len(request.prompt_token_ids) + num_output
+        assert num_tokens == room + 1, "it used the whole pool, and one token more is known"
+        assert num_output < len(generate_alone(request, child, config.max_len).token_ids)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None)
