@@ -1,0 +1,51 @@
+"""The one table from hardware to kernels; models and scheduler never ask which platform they are on."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from kernels_pallas.paged_attention import reference
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How one kind of device runs a step. Kernel signatures: `kernels_pallas.paged_attention.reference`."""
+
+    name: str
+    paged_attention: Callable[..., jax.Array] = reference.paged_attention
+    write_kv: Callable[..., jax.Array] = reference.write_kv
+    unrolled: bool = False  # layers as separate weights and code; else stacked under lax.scan
+    query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
+    max_rows: int = 256  # default of LLM.load
+    token_budget: int = 1024  # default tokens of a step with chunks
+    decode_steps: int = 8  # default tokens a row makes in one device loop
+    memory_fraction: float = 0.9  # default share of free memory for the page pool
+
+    def auto_dtype(self, stored: np.dtype, *, is_quantised: bool) -> np.dtype:
+        """What dtype="auto" stands for: the checkpoint's own; a quantised one becomes float32 where that costs little."""
+        return np.dtype(np.float32) if is_quantised and self.unrolled else stored
+
+    def min_decode_rows(self, dtype: np.dtype) -> int:
+        """Smallest decode bucket. A one-row bf16 product runs XLA:CPU's scalar path from jaxlib 0.11 on (48 ms against
+        26 ms for two rows, SmolLM2 decode step on AVX2); 0.10 is the other way round (34 against 68 ms), as is f32."""
+        return 2 if self.unrolled and dtype.itemsize == 2 and jax.__version_info__ >= (0, 11) else 1
+
+
+CPU = Backend(
+    name="cpu", unrolled=True, max_rows=64, token_budget=512, decode_steps=8, memory_fraction=0.1
+)  # unrolled: see models.layers.run_layers
+XLA = Backend(name="xla")
+
+TABLE: dict[str, Backend] = {"cpu": CPU}  # platform -> back end; platforms without kernels take XLA
+
+
+def select(platform: str) -> Backend:
+    """The back end for a jax platform name ("cpu", "tpu", "gpu"); says so when there are no kernels for it."""
+    if platform not in TABLE:
+        log.warning("no paged-attention kernel for platform %r: using the XLA reference path", platform)
+    return TABLE.get(platform, XLA)

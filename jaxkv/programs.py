@@ -1,0 +1,232 @@
+"""The device programs: pure functions of (params, pool, row state, batch), which `runner` jits with donation.
+
+`mixed` computes prefill chunks and one token for decode rows in one pass that shares the matmuls (without decode rows
+it is the *prefill* program); `decode` makes up to `num_steps` tokens per row in one `lax.while_loop`, stop detection
+included.
+
+Axis letters: T tokens, N query tiles, Q tokens per tile, R decode rows, M pages per row, P pages, S tokens per page,
+E embed, H query heads, K KV heads, D head dim, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import batch, sampler
+from jaxkv.models.layers import Attend
+from jaxkv.ops import Backend
+from jaxkv.row_state import RowParams, RowState, count_tokens
+from jaxkv.sampler import Logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """Static facts the programs need."""
+
+    num_pages: int  # per layer
+    page_size: int
+    query_tile: int
+    max_steps: int  # most decode steps of one call
+    scale: float  # attention scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedOutput:
+    token_ids: jax.Array  # int32 [R + N]: decode rows, then the token sampled at the end of each tile
+    counts: jax.Array  # int32 [R + N]: 1 where a token was sampled
+    logprobs: Logprobs  # [R + N, ...]
+    prompt_scores: Logprobs  # [N * Q, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    token_ids: jax.Array  # int32 [max_steps, R]
+    counts: jax.Array  # int32 [R]: tokens made
+    logprobs: Logprobs  # [max_steps, R, ...]
+
+
+def decode(
+    model: Any, pool: jax.Array, state: RowState, rows: jax.Array, num_steps: jax.Array, shape: StepShape, ops: Backend
+) -> tuple[jax.Array, RowState, DecodeOutput]:
+    """Up to `num_steps` (int32 [], <= max_steps) tokens for each of `rows` int32 [R]; ends early when all are done."""
+    params = _take(state.params, rows)
+    page_table = state.page_table[rows]
+    num_rows = rows.shape[0]
+    empty = jax.tree.map(lambda a: jnp.zeros((shape.max_steps, *a.shape), a.dtype), sampler.no_logprobs(num_rows))
+    out = DecodeOutput(jnp.zeros((shape.max_steps, num_rows), jnp.int32), jnp.zeros(num_rows, jnp.int32), empty)
+
+    def running(carry: tuple[jax.Array, jax.Array, RowState, DecodeOutput]) -> jax.Array:
+        step, _, state, _ = carry
+        return (step < num_steps) & ~state.done[rows].all()
+
+    def one_token(carry: tuple[jax.Array, jax.Array, RowState, DecodeOutput]):
+        step, pool, state, out = carry
+        live = ~state.done[rows]
+        position = state.position[rows]
+        attend = _attend((_queries(page_table, position[:, None], live[:, None], shape),), shape, ops)
+        hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
+        state, token_ids, logprobs = _sample_and_advance(
+            model.logits(hidden), params, state, rows, position + 1, live
+        )
+        out = DecodeOutput(
+            out.token_ids.at[step].set(token_ids),
+            out.counts + live.astype(jnp.int32),
+            jax.tree.map(lambda all_, new: all_.at[step].set(new), out.logprobs, logprobs),
+        )
+        return step + 1, pool, state, out
+
+    _, pool, state, out = jax.lax.while_loop(running, one_token, (jnp.int32(0), pool, state, out))
+    return pool, state, out
+
+
+def mixed(
+    model: Any,
+    pool: jax.Array,
+    state: RowState,
+    token_ids: jax.Array,  # int32 [N * Q]
+    next_token_ids: jax.Array,  # int32 [N * Q]
+    tiles: jax.Array,  # int32 [N, 5], see batch
+    rows: jax.Array,  # int32 [R], may be empty
+    shape: StepShape,
+    ops: Backend,
+) -> tuple[jax.Array, RowState, MixedOutput]:
+    """K/V of all tiles and one token for each decode row and each tile that ends a prompt."""
+    num_rows, num_tiles = rows.shape[0], tiles.shape[0]
+    live = ~state.done[rows]
+    position = state.position[rows]
+    start, length = tiles[:, batch.START], tiles[:, batch.LENGTH]
+    in_tile = jnp.arange(shape.query_tile, dtype=jnp.int32)
+    tile_position = start[:, None] + in_tile[None, :]  # [N, Q]
+    valid = in_tile[None, :] < length[:, None]
+
+    decode_part = _queries(state.page_table[rows], position[:, None], live[:, None], shape)
+    tile_part = _queries(state.page_table[tiles[:, batch.ROW]], tile_position, valid, shape)
+    attend = _attend((decode_part, tile_part) if num_rows else (tile_part,), shape, ops)
+    hidden, pool = model.hidden(
+        jnp.concatenate([state.last_token[rows], token_ids]),
+        jnp.concatenate([position, tile_position.reshape(-1)]),
+        pool,
+        attend,
+    )
+    tile_hidden = hidden[num_rows:].reshape(num_tiles, shape.query_tile, -1)
+    last = jnp.maximum(length - 1, 0)
+    ends = jnp.take_along_axis(tile_hidden, last[:, None, None], axis=1)[:, 0]
+    samples = tiles[:, batch.SAMPLES] == 1
+    all_rows = jnp.concatenate([rows, tiles[:, batch.ROW]])
+    all_live = jnp.concatenate([live, samples])
+    new_position = jnp.concatenate([position + 1, start + length])
+    logits = model.logits(jnp.concatenate([hidden[:num_rows], ends]))
+    state, sampled, logprobs = _sample_and_advance(
+        logits, _take(state.params, all_rows), state, all_rows, new_position, all_live
+    )
+    scores = _score_prompts(model, tile_hidden, next_token_ids, tiles[:, batch.SCORES] == 1)
+    return pool, state, MixedOutput(sampled, all_live.astype(jnp.int32), logprobs, scores)
+
+
+def _take(params: RowParams, rows: jax.Array) -> RowParams:
+    return jax.tree.map(lambda a: a[rows], params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queries:
+    """Query tiles of equal width: N tiles of Q tokens. A decode row is a tile of one."""
+
+    page_table: jax.Array  # int32 [N, M]
+    start: jax.Array  # int32 [N]: position of the first query
+    kv_len: jax.Array  # int32 [N]: keys a tile may see; 0 for padding
+    page: jax.Array  # int32 [N, Q]: where each token's K/V go within a layer; the null page for padding
+    offset: jax.Array  # int32 [N, Q]: place within that page
+
+
+def _queries(
+    page_table: jax.Array,  # int32 [N, M]
+    position: jax.Array,  # int32 [N, Q]
+    valid: jax.Array,  # bool [N, Q]: a prefix of each tile
+    shape: StepShape,
+) -> _Queries:
+    index = jnp.minimum(position // shape.page_size, page_table.shape[1] - 1)
+    num_valid = valid.sum(axis=1)
+    return _Queries(
+        page_table=page_table,
+        start=position[:, 0],
+        kv_len=jnp.where(num_valid > 0, position[:, 0] + num_valid, 0),
+        page=jnp.where(valid, jnp.take_along_axis(page_table, index, axis=1), 0),
+        offset=position % shape.page_size,
+    )
+
+
+def _attend(parts: tuple[_Queries, ...], shape: StepShape, ops: Backend) -> Attend:
+    """Attention for tokens that are the parts' queries, one part after the other.
+
+    All K/V are written before anything is read: a write between two reads makes XLA copy the pool.
+    """
+    page = jnp.concatenate([part.page.reshape(-1) for part in parts])
+    offset = jnp.concatenate([part.offset.reshape(-1) for part in parts])
+
+    def attend(
+        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        first_page = layer * shape.num_pages
+        pool = ops.write_kv(pool, k, v, page + first_page, offset)
+        outs, start = [], 0
+        for part in parts:
+            stop = start + part.page.size
+            tiles = q[start:stop].reshape(*part.page.shape, *q.shape[1:])
+            out = ops.paged_attention(
+                tiles, pool, part.page_table, first_page, part.start, part.kv_len, scale=shape.scale
+            )
+            outs.append(out.reshape(q[start:stop].shape))
+            start = stop
+        return jnp.concatenate(outs), pool
+
+    return attend
+
+
+def _sample_and_advance(
+    logits: jax.Array,  # float32 [N, V]
+    params: RowParams,  # of the N rows
+    state: RowState,
+    rows: jax.Array,  # int32 [N]
+    position: jax.Array,  # int32 [N]: of the token to sample
+    live: jax.Array,  # bool [N]
+) -> tuple[RowState, jax.Array, Logprobs]:
+    """Sample for all, remember for the live ones: a row that is not live stays as it was."""
+    recent = state.recent[rows]
+    token_ids = sampler.sample(logits, params, position, state.counts, rows, recent, live)
+    logprobs = sampler.logprobs_of(logits, token_ids, live & params.wants_logprobs)
+    stopped = (token_ids[:, None] == params.stop_ids).any(axis=1) & (position >= params.min_total_len)
+    done = stopped | (position + 1 >= params.max_total_len)
+    null_row = state.done.shape[0] - 1
+    target = jnp.where(live, rows, null_row)
+    state = dataclasses.replace(
+        state,
+        last_token=state.last_token.at[target].set(token_ids),
+        position=state.position.at[target].set(position),
+        done=state.done.at[target].set(done | ~live),
+        recent=state.recent.at[target].set(sampler.push_recent(recent, token_ids)),
+        counts=count_tokens(state.counts, target, token_ids),
+    )
+    return state, token_ids, logprobs
+
+
+def _score_prompts(model: Any, hidden: jax.Array, next_token_ids: jax.Array, wanted: jax.Array) -> Logprobs:
+    """Raw log-probabilities [N * Q] of `next_token_ids` for tiles that want them; one tile's logits at a time."""
+    num_tiles, num_queries, _ = hidden.shape
+
+    def score(tile: tuple[jax.Array, jax.Array, jax.Array]) -> Logprobs:
+        tile_hidden, ids, want = tile
+        return jax.lax.cond(
+            want,
+            lambda: sampler.logprobs_of(model.logits(tile_hidden), ids, jnp.ones(num_queries, bool)),
+            lambda: sampler.no_logprobs(num_queries),
+        )
+
+    def score_all() -> Logprobs:
+        scores = jax.lax.map(score, (hidden, next_token_ids.reshape(num_tiles, num_queries), wanted))
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), scores)
+
+    return jax.lax.cond(wanted.any(), score_all, lambda: sampler.no_logprobs(num_tiles * num_queries))

@@ -1,0 +1,286 @@
+"""Owns params, pool, row state and the compiled programs; executes step plans.
+
+`dispatch` enqueues a plan and returns at once with an `InFlight`, whose `result` waits for the tokens. Several plans
+may be in flight: the row state on the device carries what the next one needs.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxkv import kv_pool, row_state
+from jaxkv.batch import Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_rows, pad_writes
+from jaxkv.kv_pool import PoolSpec
+from jaxkv.ops import Backend
+from jaxkv.plan import PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
+from jaxkv.programs import DecodeOutput, MixedOutput, StepShape, decode, mixed
+from jaxkv.row_state import NO_TOKEN
+from jaxkv.settings import Resolved
+from jaxkv.sharding import replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A dispatched step whose tokens are on their way to the host."""
+
+    plan: StepPlan
+    output: MixedOutput | DecodeOutput
+    batch: MixedBatch | None
+    query_tile: int
+    wants_logprobs: bool  # some row of the plan asked for them
+
+    def result(self) -> StepResult:
+        """Waits for the step and translates it into the plan's order."""
+        if isinstance(self.output, MixedOutput):
+            assert self.batch is not None
+            return _mixed_result(self.plan, self.output, self.batch, self.query_tile, self.wants_logprobs)
+        return _decode_result(self.plan, self.output, self.wants_logprobs)
+
+
+class Runner:
+    """The device tower's one mutable object."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        pool_spec: PoolSpec,
+        mesh: Mesh,
+        backend: Backend,
+        buckets: Buckets,
+        *,
+        max_rows: int,
+        max_len: int,
+        max_steps: int,
+        vocab_size: int,
+        scale: float,
+    ):
+        """
+        Args:
+            model: module with placed parameters; `hidden` and `logits` as in `models.llama`.
+            max_rows: rows that run at once.
+            max_len: tokens a row may hold.
+            max_steps: most decode steps of one plan.
+            vocab_size: width of the logits.
+            scale: attention scale.
+
+        Raises:
+            CapacityError: the pool does not fit.
+        """
+        graph, params = nnx.split(model)
+        # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
+        self._params, tree = jax.tree.flatten(params)
+        self.mesh, self.backend, self.buckets = mesh, backend, buckets
+        self._null_row, self._vocab_size, self._max_len = max_rows, vocab_size, max_len
+        self.pool_spec = pool_spec
+        self.reset()
+        self._wants_logprobs = np.zeros(max_rows, bool)  # by row
+        self.num_traces: collections.Counter[str] = collections.Counter()  # program name -> times traced
+        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps, scale)
+
+        def with_model(program: Callable[..., Any]) -> Callable[..., Any]:
+            def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: jax.Array) -> Any:
+                model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+                return program(model, pool, state, *args, shape, backend)
+
+            return run
+
+        jit = self._jit
+        self._decode = jit("decode", with_model(decode), donate=(1, 2))
+        self._mixed = jit("mixed", with_model(mixed), donate=(1, 2))
+        self._set_rows = jit("set_rows", row_state.set_rows, donate=(0,))
+        self._set_pages = jit("set_pages", row_state.set_pages, donate=(0,))
+        self._set_counts = jit("set_counts", row_state.set_counts, donate=(0,))
+        copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
+        self._copy_pages = jit("copy_pages", copy, donate=(0,))
+
+    @classmethod
+    def build(
+        cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, backend: Backend, *, vocab_size: int, head_dim: int
+    ) -> "Runner":
+        """A runner with the resolved numbers; the attention scale is 1 / sqrt(head_dim)."""
+        config = resolved.scheduler
+        return cls(
+            model,
+            resolved.pool,
+            mesh,
+            backend,
+            resolved.buckets,
+            max_rows=config.max_rows,
+            max_len=config.max_len,
+            max_steps=config.decode_steps,
+            vocab_size=vocab_size,
+            scale=head_dim**-0.5,
+        )
+
+    def reset(self) -> None:
+        """An empty pool and no rows: at the start, and after a failed step took the donated ones with it."""
+        self._pool = self._state = None  # free the old ones first
+        self._pool = kv_pool.allocate(self.pool_spec, self.mesh)
+        max_pages = -(-self._max_len // self.pool_spec.page_size)
+        init = functools.partial(row_state.init_row_state, self._null_row, max_pages, self._vocab_size)
+        self._state = jax.jit(init, out_shardings=replicated(self.mesh))()
+
+    def _jit(self, name: str, function: Callable[..., Any], donate: tuple[int, ...]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.num_traces[name] += 1  # runs when traced only
+            return function(*args)
+
+        return jax.jit(counted, donate_argnums=donate)
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Enqueues a plan. Returns before it has run."""
+        assert not plan.is_empty
+        self._apply_deltas(plan)
+        if plan.chunks:
+            assert plan.num_steps == 1
+            batch = pack_mixed(plan, self.buckets, self.backend.query_tile, self._null_row)
+            self._pool, self._state, output = self._mixed(
+                self._params, self._pool, self._state, batch.token_ids, batch.next_token_ids, batch.tiles,
+                batch.decode_rows,
+            )  # fmt: skip
+        else:
+            batch = None
+            rows = pad_rows(plan.decode_rows, fit(len(plan.decode_rows), self.buckets.decode_rows), self._null_row)
+            self._pool, self._state, output = self._decode(
+                self._params, self._pool, self._state, rows, np.int32(plan.num_steps)
+            )
+        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        in_flight = InFlight(plan, output, batch, self.backend.query_tile, bool(self._wants_logprobs[rows].any()))
+        for array in (output.token_ids, output.counts):
+            array.copy_to_host_async()
+        return in_flight
+
+    def _apply_deltas(self, plan: StepPlan) -> None:
+        for setups in _rounds(plan.setups, self.buckets.setups):
+            size = fit(len(setups), self.buckets.setups)
+            rows, params, recent = row_state.pack_setups(list(setups), size, self._null_row, self._vocab_size)
+            self._state = self._set_rows(self._state, rows, params, recent)
+        for setup in plan.setups:
+            self._wants_logprobs[setup.row] = setup.params.logprobs is not None
+            if _uses_counts(setup):
+                self._state = self._set_counts(self._state, *self._pack_counts(setup))
+        for writes in _rounds(plan.page_writes, self.buckets.page_writes):
+            size = fit(len(writes), self.buckets.page_writes)
+            self._state = self._set_pages(self._state, pad_writes(writes, size, self._null_row))
+        for pairs in _rounds(plan.page_copies, self.buckets.page_copies):
+            self._pool = self._copy_pages(self._pool, pad_pairs(pairs, fit(len(pairs), self.buckets.page_copies)))
+
+    def _pack_counts(self, setup: RowSetup) -> tuple[np.int32, np.ndarray, np.int32]:
+        token_ids = np.full(fit(len(setup.token_ids), self.buckets.count_tokens), NO_TOKEN, np.int32)
+        token_ids[: len(setup.token_ids)] = setup.token_ids
+        return np.int32(setup.row), token_ids, np.int32(setup.prompt_len)
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs `warm_up` compiles."""
+        return sum(1 for _ in self._warm_up_steps())
+
+    def warm_up(self, on_program: Callable[[], None] = lambda: None) -> None:
+        """Compiles every program for every bucket by running it on padding; afterwards nothing compiles again."""
+        for step in self._warm_up_steps():
+            jax.block_until_ready(step())
+            on_program()
+
+    def _warm_up_steps(self) -> Iterator[Callable[[], Any]]:
+        b, null, tile = self.buckets, self._null_row, self.backend.query_tile
+
+        def update(name: str, *args: Any) -> Callable[[], Any]:
+            def step() -> Any:
+                self._state = getattr(self, name)(self._state, *args)
+                return self._state.done
+
+            return step
+
+        for size in b.setups:
+            yield update("_set_rows", *row_state.pack_setups([], size, null, self._vocab_size))
+        for size in b.page_writes:
+            yield update("_set_pages", pad_writes((), size, null))
+        for size in b.count_tokens:
+            yield update("_set_counts", np.int32(null), np.full(size, NO_TOKEN, np.int32), np.int32(0))
+        for size in b.page_copies:
+            yield functools.partial(self._warm_copy, size)
+        for size in b.decode_rows:
+            rows = pad_rows(np.zeros(0, np.int32), size, null)
+            yield functools.partial(self._warm_step, "_decode", rows, np.int32(1))
+        for num_tiles in b.mixed_tiles:
+            tokens, tiles = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, 5), np.int32)
+            tiles[:, 0] = null
+            for size in b.mixed_rows:
+                rows = pad_rows(np.zeros(0, np.int32), size, null)
+                yield functools.partial(self._warm_step, "_mixed", tokens, tokens, tiles, rows)
+
+    def _warm_copy(self, size: int) -> Any:
+        self._pool = self._copy_pages(self._pool, pad_pairs((), size))
+        return ()
+
+    def _warm_step(self, name: str, *args: Any) -> Any:
+        self._pool, self._state, output = getattr(self, name)(self._params, self._pool, self._state, *args)
+        return output.counts
+
+
+def _rounds(items: tuple[Any, ...], table: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """`items` in pieces no larger than the largest bucket."""
+    for start in range(0, len(items), table[-1]):
+        yield items[start : start + table[-1]]
+
+
+def _uses_counts(setup: RowSetup) -> bool:
+    p = setup.params
+    return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+
+
+def _decode_result(plan: StepPlan, output: DecodeOutput, wants: bool) -> StepResult:
+    n, steps = len(plan.decode_rows), plan.num_steps
+    return StepResult(
+        step_id=plan.step_id,
+        decode_tokens=np.asarray(output.token_ids)[:steps, :n].T,
+        decode_counts=np.asarray(output.counts)[:n],
+        decode_logprobs=np.asarray(output.logprobs.chosen)[:steps, :n].T if wants else None,
+        decode_top_ids=np.asarray(output.logprobs.top_ids)[:steps, :n].swapaxes(0, 1) if wants else None,
+        decode_top_logprobs=np.asarray(output.logprobs.top)[:steps, :n].swapaxes(0, 1) if wants else None,
+    )
+
+
+def _mixed_result(
+    plan: StepPlan, output: MixedOutput, batch: MixedBatch, query_tile: int, wants: bool
+) -> StepResult:
+    n = len(plan.decode_rows)
+    token_ids, counts = np.asarray(output.token_ids), np.asarray(output.counts)
+    chosen, top_ids, top = (
+        np.asarray(a) if wants else None for a in (output.logprobs.chosen, output.logprobs.top_ids, output.logprobs.top)
+    )
+
+    def at(array: np.ndarray | None, index: int) -> np.ndarray | None:
+        return None if array is None else array[index : index + 1]
+
+    chunks: list[SampledTokens | None] = []
+    scores: list[PromptScores | None] = []
+    for chunk, first, last in zip(plan.chunks, batch.first_tile, batch.last_tile, strict=True):
+        i = len(batch.decode_rows) + last
+        chunks.append(
+            SampledTokens(token_ids[i : i + 1], at(chosen, i), at(top_ids, i), at(top, i)) if chunk.samples else None
+        )
+        part = slice(first * query_tile, first * query_tile + len(chunk.token_ids))
+        scores.append(
+            PromptScores(*(np.asarray(a)[part] for a in dataclasses.astuple(output.prompt_scores)))
+            if chunk.prompt_logprobs is not None
+            else None
+        )
+    return StepResult(
+        step_id=plan.step_id,
+        decode_tokens=token_ids[:n, None],
+        decode_counts=counts[:n],
+        chunks=tuple(chunks),
+        prompt_scores=tuple(scores),
+        decode_logprobs=None if chosen is None else chosen[:n, None],
+        decode_top_ids=None if top_ids is None else top_ids[:n, None],
+        decode_top_logprobs=None if top is None else top[:n, None],
+    )

@@ -1,0 +1,34 @@
+"""Tiny random models for device tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.models.layers import Rope
+from jaxkv.models.llama import Llama, LlamaConfig
+
+
+def config(**changes) -> LlamaConfig:
+    fields = dict(
+        num_layers=2, embed=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=48, vocab_size=97, max_len=512,
+        norm_eps=1e-5, rope=Rope(head_dim=8), tied=True,
+    )  # fmt: skip
+    return LlamaConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+def model(cfg: LlamaConfig, *, seed: int = 0, unrolled: bool = True, dtype=jnp.float32) -> Llama:
+    """Random weights, scaled so that logits spread widely; equal for unrolled and stacked layers."""
+    rng = np.random.default_rng(seed)
+    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Llama(cfg, dtype, unrolled=True))))
+    values = {path: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3 for path, leaf in flat}
+    module = nnx.eval_shape(lambda: Llama(cfg, dtype, unrolled=unrolled))
+    graph, state = nnx.split(module)
+
+    def pick(path: tuple) -> np.ndarray:
+        if unrolled or path[0] != "layers":
+            return values[path]
+        return np.stack([values[("layers", i, *path[1:])] for i in range(cfg.num_layers)])
+
+    leaves = [jnp.asarray(pick(path), dtype) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
