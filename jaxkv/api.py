@@ -1,0 +1,358 @@
+"""`LLM`: load a model, generate, chat, stream, score. Builds both towers and lets the engine run them."""
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import ops, prefix_cache, sharding
+from jaxkv.catalog import open_model
+from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.checkpoint.source import ModelSource
+from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError, RequestError
+from jaxkv.intake import Intake
+from jaxkv.models.llama import LlamaConfig
+from jaxkv.outputs import OutputBuilder
+from jaxkv.progress import Progress
+from jaxkv.request import RequestOutput, SamplingParams
+from jaxkv.runner import Runner
+from jaxkv.scheduler import Scheduler, SchedulerStats
+from jaxkv.settings import EngineConfig, Resolved, resolve
+from jaxkv.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats(SchedulerStats):
+    """The scheduler's numbers (see there) and the device's."""
+
+    num_compiles: int  # programs traced so far, by all names together
+    pool_bytes: int
+
+
+class LLM:
+    """A loaded model and its engine. Not thread-safe; generators of `stream` may interleave.
+
+    Build it with `LLM.load`.
+    """
+
+    def __init__(self, engine: Engine, intake: Intake, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer
+        self._engine = engine
+        self._intake = intake
+        self._seed = config.seed
+        self._numbers = itertools.count()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        max_len: int | None = None,
+        max_rows: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        memory_fraction: float | None = None,
+        token_budget: int | None = None,
+        decode_steps: int | None = None,
+        prefix_cache: bool = True,
+        overlap: bool = True,
+        seed: int = 0,
+        tensor: int = 1,
+        data: int = 1,
+        warm_up: bool = False,
+        progress: bool | None = None,
+    ) -> "LLM":
+        """Loads a model and preallocates its page pool.
+
+        Args:
+            model: "smollm2", a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id.
+            dtype: of weights, activations and K/V: "float32", "bfloat16", or "auto" (the checkpoint's; a quantised
+                one becomes float32 on CPUs, bfloat16 elsewhere).
+            max_len: tokens a sequence may hold; None is what the model was trained for.
+            max_rows: sequences running at once.
+            page_size: tokens per page.
+            num_pages: pages in the pool; None takes `memory_fraction` of the free memory.
+            memory_fraction: share of free memory for the pool.
+            token_budget: tokens computed in a step with prefill chunks; smaller keeps streams smoother.
+            decode_steps: tokens a sequence makes in one device loop when nothing waits.
+            prefix_cache: reuse the pages of equal prompt beginnings.
+            overlap: dispatch a step before the previous one was read; never changes the tokens.
+            seed: base for requests without a seed of their own.
+            tensor: devices over which weights and K/V heads are split.
+            data: must be 1: splitting rows over devices is not supported yet.
+            warm_up: compile all programs now; otherwise each is compiled when first needed.
+            progress: show progress bars on stderr; None shows them on a terminal only.
+
+        Raises:
+            CheckpointError: the model is missing, damaged or of an unknown kind.
+            ConfigError: a setting is impossible.
+            CapacityError: weights or pool do not fit.
+        """
+        if data != 1:
+            raise ConfigError(f"data={data}: splitting rows over devices is not supported yet; use data=1 and tensor=N")
+        config = EngineConfig(
+            max_len=max_len, max_rows=max_rows, page_size=page_size, num_pages=num_pages,
+            memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
+            prefix_cache=prefix_cache, overlap=overlap, seed=seed,
+        )  # fmt: skip
+        use_compilation_cache()
+        source = open_model(model)
+        family, geometry = model_config(source)
+        mesh = sharding.make_mesh(tensor)
+        backend = ops.select(mesh.devices.flat[0].platform)
+        np_dtype = _resolve_dtype(dtype, source, backend)
+        module = load_model(
+            source, family, geometry, dtype=np_dtype, mesh=mesh, unrolled=backend.unrolled, progress=progress
+        )
+        resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
+        tokenizer = _load_tokenizer(source)
+        llm = cls(
+            Engine(
+                Scheduler(resolved.scheduler, _namespace(source, geometry, resolved)),
+                Runner.build(module, resolved, mesh, backend, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim),
+                tokenizer,
+                overlap=overlap,
+            ),
+            Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer),
+            tokenizer,
+            config,
+        )
+        if warm_up:
+            llm.warm_up(progress=progress)
+        return llm
+
+    def warm_up(self, *, progress: bool | None = None) -> None:
+        """Compiles every program for every shape it can meet; afterwards nothing compiles again."""
+        with Progress("compiling", total=self._engine.runner.num_programs, unit="programs", show=progress) as bar:
+            self._engine.runner.warm_up(lambda: bar.advance(1))
+
+    @property
+    def max_len(self) -> int:
+        """Tokens a sequence may hold; already lowered to what the pool can hold."""
+        return self._engine.scheduler.config.max_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts, batched continuously.
+
+        Args:
+            prompts: one text, or a list of texts and token-id lists.
+            params: for all prompts, or one for each; None is `SamplingParams()`.
+            progress: show a bar on stderr; None shows it on a terminal only, False never.
+            priority: lower runs first.
+            cache_salt: prompts under different salts never share pages.
+            timeout_s: seconds after which a request ends with what it has.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or a parameter is refused; nothing of this call runs.
+            CapacityError: a prompt can never fit.
+        """
+        items = _as_list(prompts)
+        each = _params_for(items, params)
+        builders: list[OutputBuilder] = []
+        try:
+            for prompt, one in zip(items, each, strict=True):
+                builders.append(self._submit(prompt, one, priority, cache_salt, timeout_s, stream=False))
+            with Progress("generating", total=len(builders), unit="requests", show=progress) as bar:
+                num_done = 0
+                while num_done < len(builders):
+                    self._engine.step()
+                    finished = sum(builder.output is not None for builder in builders)
+                    bar.advance(finished - num_done)
+                    num_done = finished
+        except BaseException:  # also KeyboardInterrupt: pages come back
+            self._abort(builders)
+            raise
+        return [builder.output for builder in builders if builder.output is not None]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> Iterator[str]:
+        """Yields the text of one completion as it grows; the pieces join to `generate`'s text.
+
+        Closing the generator cancels the request.
+
+        Raises:
+            RequestError: the request is refused, or asks for several completions. Raised by the call, not by the
+                first piece.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
+        return self._pieces(self._submit(prompt, params, priority, cache_salt, timeout_s, stream=True))
+
+    def _pieces(self, builder: OutputBuilder) -> Iterator[str]:
+        try:
+            while builder.output is None:
+                self._engine.step()
+                if piece := builder.take_text():
+                    yield piece
+            if builder.output.outputs[0].error:
+                raise RuntimeError(builder.output.outputs[0].error)
+        finally:
+            self._abort([builder])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them, through the model's own chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, oldest first.
+            params: as in `generate`.
+            tools: function schemas the template shows to the model.
+            progress: as in `generate`.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(conversation, tools=tools) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, progress=progress)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; pass token ids to generate")
+        return self.tokenizer.encode_chat(messages, tools=tools)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[RequestOutput]:
+        """Log-probabilities of the prompts' own tokens, without generating: see `RequestOutput.prompt_logprobs`."""
+        return self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=top))
+
+    def stats(self) -> Stats:
+        """Pages, utilisation, reuse, preemptions, steps, compiles."""
+        runner = self._engine.runner
+        return Stats(
+            **dataclasses.asdict(self._engine.stats()),
+            num_compiles=sum(runner.num_traces.values()),
+            pool_bytes=runner.pool_spec.pool_bytes,
+        )
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        timeout_s: float | None,
+        *,
+        stream: bool,
+    ) -> OutputBuilder:
+        text = prompt if isinstance(prompt, str) else None
+        number = next(self._numbers)
+        now = time.monotonic()
+        request = self._intake.make_request(
+            f"request-{number}",
+            self._encode(prompt),
+            params,
+            seed=self._seed + number,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_s=now,
+            deadline_s=None if timeout_s is None else now + timeout_s,
+        )
+        return self._engine.add(request, text, stream=stream)
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; pass token ids instead of text")
+        return self.tokenizer.encode(prompt)
+
+    def _abort(self, builders: list[OutputBuilder]) -> None:
+        for builder in builders:
+            if builder.output is None:
+                self._engine.abort(builder.request.request_id)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in `JAXKV_CACHE_DIR` (default `~/.cache/jaxkv`), unless jax is configured otherwise."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:
+    names = {"float32": jnp.float32, "f32": jnp.float32, "bfloat16": jnp.bfloat16, "bf16": jnp.bfloat16}
+    if dtype == "auto":
+        return backend.auto_dtype(source.auto_dtype, is_quantised=source.is_quantised)
+    if dtype not in names:
+        raise ConfigError(f"dtype={dtype!r} is not one of auto, float32, bfloat16")
+    return np.dtype(names[dtype])
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    if source.tokenizer_source is None:
+        return None
+    return load_tokenizer(source.tokenizer_source, generation_config=source.generation_config)
+
+
+def _eos_ids(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokenizer knows them all; without one, the configs say what they can."""
+    if tokenizer is not None:
+        return tuple(sorted(tokenizer.eos_ids))
+    values = ((source.generation_config or {}).get("eos_token_id"), source.config.get("eos_token_id"))
+    ids = itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in values if v is not None)
+    return tuple(sorted(set(ids)))
+
+
+def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved) -> bytes:
+    pool = resolved.pool
+    return prefix_cache.namespace(
+        model=source.digest, kv_dtype=pool.dtype.name, page_size=pool.page_size, rope=repr(geometry.rope)
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [items]  # one prompt of token ids
+    return items  # type: ignore[return-value]
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one for all or one for each")
+    return params

@@ -1,0 +1,182 @@
+"""Options made from tables: one row for each field of `SamplingParams` and each argument of `LLM.load`.
+
+A flag that is not given is absent from the namespace, so that defaults are written down in one place only: where the
+field or argument is defined.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxkv.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxkv.api import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One flag. Its name is the field's, with dashes."""
+
+    field: str
+    help: str
+    metavar: str = ""
+    parse: Callable[[str], Any] = str
+    kind: Literal["value", "each", "on", "off"] = "value"  # each: repeatable; on: sets True; off: --no-FIELD sets False
+
+    @property
+    def flag(self) -> str:
+        return ("--no-" if self.kind == "off" else "--") + self.field.replace("_", "-")
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from error
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.rpartition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS such as 42:-1.5") from error
+
+
+SAMPLING_OPTIONS = (
+    Option("max_tokens", "most new tokens", "N", int),
+    Option("min_tokens", "new tokens before the output may stop", "N", int),
+    Option("temperature", "randomness; 0 always takes the likeliest token", "T", float),
+    Option("top_k", "sample from the K likeliest tokens; 0 keeps all", "K", int),
+    Option("top_p", "sample from the likeliest tokens that together have probability P", "P", float),
+    Option("min_p", "drop tokens less likely than P times the likeliest", "P", float),
+    Option("repetition_penalty", "divides scores of tokens seen in prompt or output; 1 is none", "X", float),
+    Option("frequency_penalty", "subtracted per occurrence in the output, -2 to 2", "X", float),
+    Option("presence_penalty", "subtracted once if in the output, -2 to 2", "X", float),
+    Option("logit_bias", "add BIAS to the score of token ID; repeatable", "ID:BIAS", _bias, "each"),
+    Option("allowed_token_ids", "make all other tokens impossible", "ID,ID,...", _ids),
+    Option("bad_words", "text that must not be generated; repeatable", "TEXT", str, "each"),
+    Option("stop", "text that ends the output; repeatable", "TEXT", str, "each"),
+    Option("stop_token_ids", "token ids that end the output", "ID,ID,...", _ids),
+    Option("ignore_eos", "go on after the model's own end tokens", kind="on"),
+    Option("include_stop_str_in_output", "keep the stop text at the end of the output", kind="on"),
+    Option("skip_special_tokens", "show special tokens in the output text", kind="off"),
+    Option("seed", "makes sampling repeatable whatever else runs", "N", int),
+    Option("n", "completions for each prompt", "N", int),
+    Option("logprobs", "log-probabilities of each token and its K likeliest rivals (see --json)", "K", int),
+    Option("prompt_logprobs", "the same for the prompt's tokens", "K", int),
+)
+
+LOAD_OPTIONS = (
+    Option("dtype", "of weights, activations and KV cache: auto, float32 or bfloat16", "DTYPE"),
+    Option("max_len", "tokens a sequence may hold, prompt and output", "N", int),
+    Option("max_rows", "sequences running at once", "N", int),
+    Option("page_size", "tokens in a page of the KV cache", "N", int),
+    Option("num_pages", "pages in the pool", "N", int),
+    Option("memory_fraction", "share of free memory for the pool, unless --num-pages is given", "F", float),
+    Option("token_budget", "tokens computed in a step with prompt chunks", "N", int),
+    Option("decode_steps", "tokens a sequence makes in one device loop", "N", int),
+    Option("prefix_cache", "never reuse the pages of equal prompt beginnings", kind="off"),
+    Option("overlap", "read each step before the next one is dispatched", kind="off"),
+    Option("tensor", "devices over which weights and K/V heads are split", "N", int),
+    Option("warm_up", "compile everything before the first request", kind="on"),
+)
+ENGINE_SEED = Option("seed", "base of the seeds of all requests", "N", int)
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, skip: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Adds a flag for each field of `SamplingParams`.
+
+    Args:
+        parser: of the subcommand.
+        skip: fields that make no sense there.
+        defaults: field -> value, where the command's default is not that of `SamplingParams`.
+    """
+    group = parser.add_argument_group("sampling")
+    standard = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    for option in SAMPLING_OPTIONS:
+        if option.field not in skip:
+            _add(group, option, default=(standard | dict(defaults or {}))[option.field])
+    parser.set_defaults(**(defaults or {}))
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The flags as `SamplingParams`.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    fields = _given(args, SAMPLING_OPTIONS)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    return SamplingParams(**fields)
+
+
+def add_model_options(
+    parser: argparse.ArgumentParser, *, skip: Collection[str] = (), engine_seed: bool = False
+) -> None:
+    """Adds -m and a flag for each argument of `LLM.load`.
+
+    Args:
+        parser: of the subcommand.
+        skip: arguments that make no sense there.
+        engine_seed: whether --seed is the engine's; elsewhere it is a field of `SamplingParams`.
+    """
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m", "--model", required=True, metavar="MODEL",
+        help="smollm2, a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id",
+    )  # fmt: skip
+    for option in LOAD_OPTIONS:
+        if option.field not in skip:
+            _add(group, option)
+    if engine_seed:
+        _add(group, ENGINE_SEED)
+    add_verbose_option(group)
+
+
+def add_verbose_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="say how memory was divided, and what happens")
+
+
+def load_arguments(args: argparse.Namespace, *, engine_seed: bool = False) -> dict[str, Any]:
+    """The flags as keyword arguments of `LLM.load`; `engine_seed` as of `add_model_options`."""
+    return _given(args, (*LOAD_OPTIONS, ENGINE_SEED) if engine_seed else LOAD_OPTIONS)
+
+
+def load(args: argparse.Namespace) -> "LLM":
+    """Loads the model that the flags describe.
+
+    Raises:
+        JaxkvError: as `LLM.load`.
+    """
+    from jaxkv.api import LLM  # brings jax: only now, after the arguments are known to be good
+
+    return LLM.load(args.model, **load_arguments(args))
+
+
+def _add(parser: argparse._ActionsContainer, option: Option, *, default: Any = None) -> None:
+    if option.kind in ("on", "off"):
+        parser.add_argument(
+            option.flag, dest=option.field, action="store_const", const=option.kind == "on",
+            default=argparse.SUPPRESS, help=option.help,
+        )  # fmt: skip
+        return
+    shown = f" (default: {default})" if default not in (None, ()) else ""
+    parser.add_argument(
+        option.flag,
+        dest=option.field,
+        metavar=option.metavar,
+        type=option.parse,
+        action="append" if option.kind == "each" else "store",
+        default=argparse.SUPPRESS,
+        help=option.help + shown,
+    )
+
+
+def _given(args: argparse.Namespace, options: Collection[Option]) -> dict[str, Any]:
+    return {option.field: getattr(args, option.field) for option in options if hasattr(args, option.field)}

@@ -1,0 +1,79 @@
+"""Turns what a caller asks for into a `Request`, or refuses it: every check that needs the model or tokenizer."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxkv.errors import RequestError
+from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS, Request, SamplingParams
+from jaxkv.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intake:
+    """What requests are checked against."""
+
+    vocab_size: int  # width of the logits
+    eos_ids: tuple[int, ...]  # ids that end an output unless `ignore_eos`
+    tokenizer: Tokenizer | None = None  # None: token-id prompts only, no stop strings, no bad words
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> Request:
+        """Checks and assembles a request.
+
+        Raises:
+            RequestError: an id lies outside the vocabulary, a limit is exceeded, or a field needs a tokenizer.
+        """
+        self._check_ids("prompt", prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise RequestError("stop and bad_words need a tokenizer, and this model has none; use stop_token_ids")
+        eos_ids = () if params.ignore_eos else self.eos_ids
+        stop_ids = tuple(sorted({*eos_ids, *params.stop_token_ids}))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"stop_token_ids and the model's own end ids are {len(stop_ids)} ids; the limit is {MAX_STOP_IDS}"
+            )
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
+            params=params,
+            stop_ids=stop_ids,
+            bad_words_ids=self._bad_words(params.bad_words),
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline_s=deadline_s,
+            arrival_s=arrival_s,
+            seed=(params.seed if params.seed is not None else seed) % 2**64,
+        )
+
+    def _check_ids(self, name: str, token_ids: object) -> None:
+        for token in token_ids:  # type: ignore[attr-defined]
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise RequestError(f"{name}: token id {token!r} is not a whole number")
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"{name}: token id {token} is outside the vocabulary of {self.vocab_size}")
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        assert self.tokenizer is not None
+        sequences = tuple(dict.fromkeys(ids for word in words for ids in self.tokenizer.encode_bad_word(word)))
+        if len(sequences) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words are {len(sequences)} token sequences; the limit is {MAX_BAD_WORDS}")
+        for ids in sequences:
+            if len(ids) > MAX_BAD_WORD_LEN:
+                text = self.tokenizer.decode(ids)
+                raise RequestError(f"bad_words: {text!r} is {len(ids)} tokens; the limit is {MAX_BAD_WORD_LEN}")
+        return sequences

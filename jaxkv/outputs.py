@@ -1,0 +1,187 @@
+"""Collects one request's tokens into text, log-probabilities and, at its end, a `RequestOutput`."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxkv.detokenizer import Detokenizer
+from jaxkv.events import Finished, NewTokens, Scores
+from jaxkv.request import Completion, FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprobs
+from jaxkv.stop_strings import StopMatch, StopMatcher
+from jaxkv.tokenizer import Tokenizer
+
+
+class CompletionText:
+    """The text of one completion while it grows: detokeniser and stop strings, token by token."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self._detokenizer = (
+            Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, continues=True)
+            if tokenizer
+            else None
+        )
+        self._stops = StopMatcher(
+            params.stop, include_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+        self._pieces: list[str] = []
+
+    @property
+    def match(self) -> StopMatch | None:
+        return self._stops.match
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Takes new tokens; returns the text that can be shown now."""
+        if self._detokenizer is None:
+            return ""
+        return self._add("".join(self._stops.feed(self._detokenizer.feed([token])) for token in token_ids))
+
+    def finish(self) -> str:
+        """Ends the output; returns the text that was held back."""
+        if self._detokenizer is None:
+            return ""
+        return self._add(self._stops.flush(self._detokenizer.flush()))
+
+    def _add(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+
+@dataclasses.dataclass
+class _Child:
+    text: CompletionText
+    logprobs: list[TokenLogprobs]
+    completion: Completion | None = None
+
+
+class OutputBuilder:
+    """One request from admission to its output.
+
+    Times are `time.monotonic()` seconds, given by the caller.
+
+    Args:
+        request: what was asked.
+        tokenizer: None leaves texts empty.
+        prompt: its text, if it was given as text.
+        stream: text is wanted as it grows. Without, and unless stop strings or log-probabilities need every token,
+            the text is made at the end.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, prompt: str | None, *, stream: bool) -> None:
+        self.request = request
+        self._watched = stream or request.params.needs_every_token
+        self.prompt = prompt
+        self._children = [_Child(CompletionText(request, tokenizer), []) for _ in range(request.params.n)]
+        self._scores: list[TokenLogprobs | None] = [None]
+        self._cached_tokens = 0
+        self._num_preemptions = 0
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._fed = [0] * request.params.n  # tokens seen through `feed`, per child
+        self._fresh: list[str] = []  # streamed pieces of child 0 not yet taken
+        self.output: RequestOutput | None = None  # set when the last completion ended
+
+    def admitted(self, now_s: float) -> None:
+        if self._admitted_s is None:
+            self._admitted_s = now_s
+
+    def feed(self, tokens: NewTokens, now_s: float) -> StopMatch | None:
+        """Takes tokens that became known; returns the stop string they complete, once."""
+        child = self._children[tokens.child]
+        self._first_token_s = self._first_token_s or now_s
+        if not self._watched or child.completion is not None or child.text.match is not None:
+            return None
+        ids = tokens.token_ids.tolist()
+        self._fed[tokens.child] += len(ids)
+        piece = child.text.feed(ids)
+        if tokens.child == 0 and piece:
+            self._fresh.append(piece)
+        if self.request.params.logprobs is not None:
+            child.logprobs += token_logprobs(tokens, self.request.params.logprobs)
+        return child.text.match
+
+    def score(self, scores: Scores) -> None:
+        """Takes log-probabilities of prompt tokens `scores.start + 1 ..`."""
+        wanted = self.request.params.prompt_logprobs
+        assert wanted is not None
+        ids = np.asarray(self.request.prompt_token_ids[scores.start + 1 :][: len(scores.logprobs)], np.int32)
+        tokens = NewTokens(self.request.request_id, 0, ids, scores.logprobs, scores.top_ids, scores.top_logprobs)
+        self._scores += token_logprobs(tokens, wanted)
+
+    def finish(self, event: Finished, now_s: float) -> None:
+        """Takes the end of one completion; the last one makes `output`."""
+        child = self._children[event.child]
+        missing = event.token_ids.tolist()[self._fed[event.child] :]  # a request nobody watched was never fed
+        if event.token_ids.size:
+            self._first_token_s = self._first_token_s or now_s
+        piece = child.text.feed(missing) if child.text.match is None else ""
+        piece += child.text.finish()
+        if event.child == 0 and piece:
+            self._fresh.append(piece)
+        child.completion = self._completion(child, event)
+        self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
+        self._num_preemptions += event.num_preemptions
+        if event.is_last:
+            self.output = self._assemble(now_s)
+
+    def take_text(self) -> str:
+        """Streamed text of the first completion since the last call."""
+        text, self._fresh = "".join(self._fresh), []
+        return text
+
+    def _completion(self, child: _Child, event: Finished) -> Completion:
+        token_ids, reason, stop_reason = tuple(event.token_ids.tolist()), event.reason, event.stop_reason
+        if (match := child.text.match) is not None and reason is not FinishReason.ERROR:
+            token_ids, reason, stop_reason = token_ids[: match.num_tokens], FinishReason.STOP, match.stop
+        wants = self.request.params.logprobs is not None
+        return Completion(
+            index=event.child,
+            text=child.text.text,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=tuple(child.logprobs[: len(token_ids)]) if wants else None,
+            error=event.error,
+        )
+
+    def _assemble(self, now_s: float) -> RequestOutput:
+        request = self.request
+        arrival = request.arrival_s
+        completions = tuple(child.completion for child in self._children if child.completion is not None)
+        assert len(completions) == request.params.n
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=completions,
+            cached_tokens=self._cached_tokens,
+            prompt_logprobs=tuple(self._scores) if request.params.prompt_logprobs is not None else None,
+            metrics=RequestMetrics(
+                queue_s=(self._admitted_s if self._admitted_s is not None else now_s) - arrival,
+                ttft_s=None if self._first_token_s is None else self._first_token_s - arrival,
+                e2e_s=now_s - arrival,
+                num_preemptions=self._num_preemptions,
+            ),
+        )
+
+
+def token_logprobs(tokens: NewTokens, num_top: int) -> list[TokenLogprobs]:
+    """One entry a token with its `num_top` likeliest alternatives; impossible alternatives (-inf) are left out."""
+    assert tokens.logprobs is not None and tokens.top_ids is not None and tokens.top_logprobs is not None
+    columns = zip(
+        tokens.token_ids.tolist(), tokens.logprobs.tolist(), tokens.top_ids.tolist(), tokens.top_logprobs.tolist(),
+        strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprobs(
+            token_id,
+            logprob,
+            tuple((i, p) for i, p in zip(ids[:num_top], probs[:num_top], strict=True) if p > float("-inf")),
+        )
+        for token_id, logprob, ids, probs in columns
+    ]

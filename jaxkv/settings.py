@@ -1,0 +1,120 @@
+"""From what `LLM.load` was asked to the numbers everything downstream works with: "auto" is resolved here, once."""
+
+import dataclasses
+import logging
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxkv import kv_pool
+from jaxkv.batch import Buckets, make_buckets
+from jaxkv.config import SchedulerConfig
+from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.llama import LlamaConfig
+from jaxkv.ops import Backend
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings as the caller gives them; None means "choose for me"."""
+
+    max_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
+    max_rows: int | None = None  # sequences running at once; None: by platform
+    page_size: int = 16  # tokens per page
+    num_pages: int | None = None  # None: from memory_fraction
+    memory_fraction: float | None = None  # share of free memory for pages; None: by platform
+    token_budget: int | None = None  # tokens of a step with prefill chunks; None: by platform
+    decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
+    prefix_cache: bool = True  # reuse pages of equal prefixes
+    overlap: bool = True  # dispatch a step before the previous one was read
+    seed: int = 0  # base of the seeds of requests that give none
+
+    def __post_init__(self) -> None:
+        for field in ("max_len", "max_rows", "page_size", "num_pages", "token_budget", "decode_steps"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{field}={value!r} must be a whole number >= 1")
+        if self.num_pages is not None and self.memory_fraction is not None:
+            raise ConfigError("give num_pages or memory_fraction, not both: each decides the size of the pool")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Final numbers."""
+
+    scheduler: SchedulerConfig
+    pool: PoolSpec
+    buckets: Buckets
+
+
+def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Mesh, backend: Backend) -> Resolved:
+    """Chooses everything that was left open.
+
+    Raises:
+        ConfigError: settings contradict each other.
+        CapacityError: memory does not hold even one page for a prompt.
+    """
+    max_rows = config.max_rows or backend.max_rows
+    query_tile = backend.query_tile
+    wanted_budget = config.token_budget or max(backend.token_budget, max_rows - 1 + query_tile)
+    max_len = config.max_len or model.max_len
+    spec = PoolSpec(
+        num_layers=model.num_layers,
+        num_pages=2,
+        num_kv_heads=model.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, max_rows, max_len, mesh, backend))
+    fitted = min(max_len, (spec.num_pages - 1) * spec.page_size)
+    if fitted < max_len:
+        log.warning("max_len=%d does not fit into %d pages: lowered to %d", max_len, spec.num_pages - 1, fitted)
+    scheduler = SchedulerConfig(
+        max_len=fitted,
+        max_rows=max_rows,
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        token_budget=wanted_budget,
+        chunk_align=query_tile,
+        decode_steps=config.decode_steps or backend.decode_steps,
+        prefix_cache=config.prefix_cache,
+    )
+    buckets = make_buckets(
+        max_rows=max_rows,
+        min_rows=min(max_rows, backend.min_decode_rows(dtype)),
+        token_budget=wanted_budget,
+        query_tile=query_tile,
+        max_pages=-(-fitted // spec.page_size),
+        max_len=fitted,
+    )
+    return Resolved(scheduler=scheduler, pool=spec, buckets=buckets)
+
+
+def _num_pages(
+    config: EngineConfig, spec: PoolSpec, max_rows: int, max_len: int, mesh: Mesh, backend: Backend
+) -> int:
+    """Explicit, or what the memory budget holds; never more than every row at `max_len` could use."""
+    if config.num_pages is not None:
+        return config.num_pages + 1
+    most = max_rows * -(-max_len // spec.page_size) + 1
+    free = kv_pool.free_memory_bytes(mesh)
+    fraction = config.memory_fraction or backend.memory_fraction
+    budget = int(free * fraction)
+    num_pages = min(budget // spec.page_bytes, most)
+    log.info(
+        "page pool: %s bytes free x %s = %s, / %s bytes a page (%d tokens x %s bytes) = %d pages",
+        f"{free:,}", fraction, f"{budget:,}", f"{spec.page_bytes:,}", spec.page_size, f"{spec.token_bytes:,}",
+        budget // spec.page_bytes,
+    )  # fmt: skip
+    if num_pages < 2:
+        raise CapacityError(
+            f"memory_fraction={fraction} of {free:,} free bytes is {budget:,}, less than two pages of "
+            f"{spec.page_bytes:,} bytes; raise memory_fraction"
+        )
+    return num_pages
