@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,10 @@ class LLM:
     Build it with `LLM.load`.
     """
 
-    def __init__(self, engine: Engine, intake: Intake, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    def __init__(
+        self, name: str, engine: Engine, intake: Intake, tokenizer: Tokenizer | None, config: EngineConfig
+    ) -> None:
+        self.name = name
         self.tokenizer = tokenizer
         self._engine = engine
         self._intake = intake
@@ -77,8 +80,8 @@ class LLM:
 
         Args:
             model: "smollm2", a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id.
-            dtype: of weights, activations and K/V: "float32", "bfloat16", or "auto" (the checkpoint's; a quantised
-                one becomes float32 on CPUs, bfloat16 elsewhere).
+            dtype: of weights, activations and K/V: "float32", "bfloat16", or "auto" (float32 on CPUs, elsewhere the
+                checkpoint's; bfloat16 for quantised ones).
             max_len: tokens a sequence may hold; None is what the model was trained for.
             max_rows: sequences running at once.
             page_size: tokens per page.
@@ -118,9 +121,10 @@ class LLM:
         resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
         tokenizer = _load_tokenizer(source)
         llm = cls(
+            str(model),
             Engine(
                 Scheduler(resolved.scheduler, _namespace(source, geometry, resolved)),
-                Runner.build(module, resolved, mesh, backend, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim),
+                Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim),
                 tokenizer,
                 overlap=overlap,
             ),
@@ -142,6 +146,25 @@ class LLM:
         """Tokens a sequence may hold; already lowered to what the pool can hold."""
         return self._engine.scheduler.config.max_len
 
+    @property
+    def page_size(self) -> int:
+        """Tokens a page holds."""
+        return self._engine.scheduler.config.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages sequences can use."""
+        return self._engine.scheduler.config.num_pages - 1
+
+    @property
+    def dtype(self) -> str:
+        """Of weights, activations and K/V."""
+        return self._engine.runner.pool_spec.dtype.name
+
+    def clear_prefix_cache(self) -> None:
+        """Forgets every cached page that nobody uses."""
+        self._engine.scheduler.clear_cache()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -151,6 +174,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> list[RequestOutput]:
         """Generates for all prompts, batched continuously.
 
@@ -161,6 +185,7 @@ class LLM:
             priority: lower runs first.
             cache_salt: prompts under different salts never share pages.
             timeout_s: seconds after which a request ends with what it has.
+            on_step: called after each engine step, to look at `stats` for instance.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -179,6 +204,7 @@ class LLM:
                 num_done = 0
                 while num_done < len(builders):
                     self._engine.step()
+                    on_step()
                     finished = sum(builder.output is not None for builder in builders)
                     bar.advance(finished - num_done)
                     num_done = finished
@@ -311,7 +337,7 @@ def use_compilation_cache() -> None:
 def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:
     names = {"float32": jnp.float32, "f32": jnp.float32, "bfloat16": jnp.bfloat16, "bf16": jnp.bfloat16}
     if dtype == "auto":
-        return backend.auto_dtype(source.auto_dtype, is_quantised=source.is_quantised)
+        return backend.auto_dtype or source.auto_dtype
     if dtype not in names:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, float32, bfloat16")
     return np.dtype(names[dtype])

@@ -24,11 +24,8 @@ class Backend:
     max_rows: int = 256  # default of LLM.load
     token_budget: int = 1024  # default tokens of a step with chunks
     decode_steps: int = 8  # default tokens a row makes in one device loop
+    auto_dtype: np.dtype | None = None  # what dtype="auto" stands for; None: the checkpoint's
     memory_fraction: float = 0.9  # default share of free memory for the page pool
-
-    def auto_dtype(self, stored: np.dtype, *, is_quantised: bool) -> np.dtype:
-        """What dtype="auto" stands for: the checkpoint's own; a quantised one becomes float32 where that costs little."""
-        return np.dtype(np.float32) if is_quantised and self.unrolled else stored
 
     def min_decode_rows(self, dtype: np.dtype) -> int:
         """Smallest decode bucket. A one-row bf16 product runs XLA:CPU's scalar path from jaxlib 0.11 on (48 ms against
@@ -37,8 +34,14 @@ class Backend:
 
 
 CPU = Backend(
-    name="cpu", unrolled=True, max_rows=64, token_budget=512, decode_steps=8, memory_fraction=0.1
-)  # unrolled: see models.layers.run_layers
+    name="cpu",
+    unrolled=True,  # see models.layers.PerLayer
+    max_rows=64,
+    token_budget=512,
+    decode_steps=8,
+    memory_fraction=0.1,
+    auto_dtype=np.dtype(np.float32),  # exact, and faster than bf16 where the CPU has no AVX512-BF16
+)
 XLA = Backend(name="xla")
 
 TABLE: dict[str, Backend] = {"cpu": CPU}  # platform -> back end; platforms without kernels take XLA

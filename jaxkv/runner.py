@@ -24,7 +24,7 @@ from jaxkv.plan import PromptScores, RowSetup, SampledTokens, StepPlan, StepResu
 from jaxkv.programs import DecodeOutput, MixedOutput, StepShape, decode, mixed
 from jaxkv.row_state import NO_TOKEN
 from jaxkv.settings import Resolved
-from jaxkv.sharding import replicated
+from jaxkv.sharding import named, replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +92,20 @@ class Runner:
 
             return run
 
-        jit = self._jit
-        self._decode = jit("decode", with_model(decode), donate=(1, 2))
-        self._mixed = jit("mixed", with_model(mixed), donate=(1, 2))
-        self._set_rows = jit("set_rows", row_state.set_rows, donate=(0,))
-        self._set_pages = jit("set_pages", row_state.set_pages, donate=(0,))
-        self._set_counts = jit("set_counts", row_state.set_counts, donate=(0,))
+        # Shardings are given and not left to the compiler: one that is spelled differently after a step, though the
+        # same, would compile every program again.
+        pool, same = named(mesh, kv_pool.AXES), replicated(mesh)
         copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
-        self._copy_pages = jit("copy_pages", copy, donate=(0,))
+        self._decode = self._jit("decode", with_model(decode), donate=(1, 2), out=(pool, same, same))
+        self._mixed = self._jit("mixed", with_model(mixed), donate=(1, 2), out=(pool, same, same))
+        self._set_rows = self._jit("set_rows", row_state.set_rows, donate=(0,), out=same)
+        self._set_pages = self._jit("set_pages", row_state.set_pages, donate=(0,), out=same)
+        self._set_counts = self._jit("set_counts", row_state.set_counts, donate=(0,), out=same)
+        self._copy_pages = self._jit("copy_pages", copy, donate=(0,), out=pool)
 
     @classmethod
     def build(
-        cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, backend: Backend, *, vocab_size: int, head_dim: int
+        cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, *, vocab_size: int, head_dim: int
     ) -> "Runner":
         """A runner with the resolved numbers; the attention scale is 1 / sqrt(head_dim)."""
         config = resolved.scheduler
@@ -111,7 +113,7 @@ class Runner:
             model,
             resolved.pool,
             mesh,
-            backend,
+            resolved.backend,
             resolved.buckets,
             max_rows=config.max_rows,
             max_len=config.max_len,
@@ -128,12 +130,14 @@ class Runner:
         init = functools.partial(row_state.init_row_state, self._null_row, max_pages, self._vocab_size)
         self._state = jax.jit(init, out_shardings=replicated(self.mesh))()
 
-    def _jit(self, name: str, function: Callable[..., Any], donate: tuple[int, ...]) -> Callable[..., Any]:
+    def _jit(
+        self, name: str, function: Callable[..., Any], *, donate: tuple[int, ...], out: Any
+    ) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
             self.num_traces[name] += 1  # runs when traced only
             return function(*args)
 
-        return jax.jit(counted, donate_argnums=donate)
+        return jax.jit(counted, donate_argnums=donate, out_shardings=out)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Enqueues a plan. Returns before it has run."""

@@ -50,6 +50,7 @@ class Resolved:
     scheduler: SchedulerConfig
     pool: PoolSpec
     buckets: Buckets
+    backend: Backend  # with the query tile that fits the token budget
 
 
 def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Mesh, backend: Backend) -> Resolved:
@@ -60,8 +61,9 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         CapacityError: memory does not hold even one page for a prompt.
     """
     max_rows = config.max_rows or backend.max_rows
-    query_tile = backend.query_tile
-    wanted_budget = config.token_budget or max(backend.token_budget, max_rows - 1 + query_tile)
+    token_budget = config.token_budget or max(backend.token_budget, max_rows - 1 + backend.query_tile)
+    query_tile = _query_tile(token_budget, max_rows, backend)
+    backend = dataclasses.replace(backend, query_tile=query_tile)
     max_len = config.max_len or model.max_len
     spec = PoolSpec(
         num_layers=model.num_layers,
@@ -80,7 +82,7 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         max_rows=max_rows,
         page_size=spec.page_size,
         num_pages=spec.num_pages,
-        token_budget=wanted_budget,
+        token_budget=token_budget,
         chunk_align=query_tile,
         decode_steps=config.decode_steps or backend.decode_steps,
         prefix_cache=config.prefix_cache,
@@ -88,12 +90,20 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     buckets = make_buckets(
         max_rows=max_rows,
         min_rows=min(max_rows, backend.min_decode_rows(dtype)),
-        token_budget=wanted_budget,
+        token_budget=token_budget,
         query_tile=query_tile,
         max_pages=-(-fitted // spec.page_size),
         max_len=fitted,
     )
-    return Resolved(scheduler=scheduler, pool=spec, buckets=buckets)
+    return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
+
+
+def _query_tile(token_budget: int, max_rows: int, backend: Backend) -> int:
+    """The back end's tile, halved until one fits next to all but one row decoding."""
+    tile = backend.query_tile
+    while tile > 1 and tile > token_budget - max_rows + 1:
+        tile //= 2
+    return tile
 
 
 def _num_pages(

@@ -1,0 +1,3 @@
+"""What `jaxkv bench` measures. Every result names its conditions and, where asked, peers from the same run."""
+
+from jaxkv.bench.run import run as run

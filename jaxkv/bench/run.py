@@ -1,0 +1,109 @@
+"""One function per benchmark: arguments in, one result (plain data) out."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxkv.api import LLM
+from jaxkv.bench import kv_cache, peers, workloads
+from jaxkv.bench.conditions import conditions, peak_rss_bytes
+from jaxkv.bench.measure import Timing, time_workload
+from jaxkv.bench.workloads import Workload
+
+Load = Mapping[str, Any]  # keyword arguments of `LLM.load`, with the model under "model"
+
+
+def run(args: argparse.Namespace, load: Load) -> int:
+    """Runs the benchmark `args.benchmark` and prints its result. Returns the exit status."""
+    result = _BENCHMARKS[args.benchmark](args, load)
+    print(json.dumps(result) if args.json else _table(result), flush=True)
+    return 0
+
+
+def throughput(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    workload = workloads.equal("throughput", args.num_requests, args.prompt_len, args.output_len)
+    return _one_workload(workload, "total_tok_s", args, load)
+
+
+def latency(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    return _one_workload(workloads.equal("latency", 1, args.prompt_len, args.output_len), "decode_tok_s", args, load)
+
+
+def mix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    return _one_workload(workloads.mix(args.num_requests), "total_tok_s", args, load)
+
+
+def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """Off, from cold, and warm: seconds until all requests are done."""
+    workload = workloads.shared_prefix(args.num_requests, args.shared_len, args.own_len, args.output_len)
+    llm = _load(load, prefix_cache=False)
+    off = _median(time_workload(llm, workload) for _ in range(args.repeats))
+    del llm
+    llm = _load(load, prefix_cache=True)
+    cold, warm = [], []
+    for _ in range(args.repeats):
+        llm.clear_prefix_cache()
+        cold.append(time_workload(llm, workload))
+        warm.append(time_workload(llm, workload))
+    cold_run, warm_run = _median(cold), _median(warm)
+    return {
+        **conditions(llm, workload),
+        "off": off.summary(),
+        "cold": cold_run.summary(),
+        "warm": warm_run.summary(),
+        "cold_over_off": round(cold_run.total_s / off.total_s, 3),
+        "warm_over_off": round(warm_run.total_s / off.total_s, 3),
+        "warm_ttft_over_off": round(warm_run.ttft_s / off.ttft_s, 3),
+    }
+
+
+def _one_workload(workload: Workload, metric: str, args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """Ours and the peers', alternating with them as little as a fair order allows: ours before and after."""
+    llm = _load(load)
+    runs = [time_workload(llm, workload) for _ in range(args.repeats)]
+    result = conditions(llm, workload) | {"metric": metric}
+    dtype = llm.dtype
+    ours = _median(runs).summary() | {"peak_rss_bytes": peak_rss_bytes()}
+    stats = llm.stats()
+    result["jaxkv"] = ours | {"num_preemptions": stats.num_preemptions, "num_compiles": stats.num_compiles}
+    del llm
+    for name in args.compare:
+        peer = peers.run(name, workload, model=load["model"], dtype=dtype, repeats=args.repeats)
+        result[name] = peer
+        result[f"jaxkv_over_{name}"] = round(ours[metric] / peer[metric], 2)
+    return result
+
+
+def _load(load: Load, **more: Any) -> LLM:
+    arguments = dict(load) | more
+    print(f"loading {arguments['model']} and compiling all programs ...", file=sys.stderr, flush=True)
+    return LLM.load(**arguments, warm_up=True)
+
+
+def _median(runs: Iterable[Timing]) -> Timing:
+    by_time = sorted(runs, key=lambda run: run.total_s)
+    return by_time[len(by_time) // 2] if len(by_time) % 2 else by_time[len(by_time) // 2 - 1]
+
+
+def _table(result: Mapping[str, Any], indent: str = "") -> str:
+    lines = []
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{key}", _table(value, indent + "  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            lines.append(f"{indent}{key}")
+            lines += [indent + "  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value]
+        else:
+            lines.append(f"{indent}{key:24} {value}")
+    return "\n".join(lines)
+
+
+_BENCHMARKS: dict[str, Callable[[argparse.Namespace, Load], dict[str, Any]]] = {
+    "throughput": throughput,
+    "latency": latency,
+    "mix": mix,
+    "prefix": prefix,
+    "kv-cache": kv_cache.bench,
+}
