@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Yields the text of one completion as it grows; the pieces join to `generate`'s text.
 
         Closing the generator cancels the request.
@@ -235,7 +235,7 @@ class LLM:
             raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
         return self._pieces(self._submit(prompt, params, priority, cache_salt, timeout_s, stream=True))
 
-    def _pieces(self, builder: OutputBuilder) -> Iterator[str]:
+    def _pieces(self, builder: OutputBuilder) -> Generator[str, None, None]:
         try:
             while builder.output is None:
                 self._engine.step()
@@ -327,7 +327,7 @@ class LLM:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs in `JAXKV_CACHE_DIR` (default `~/.cache/jaxkv`), unless jax is configured otherwise."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
         folder = Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -370,7 +370,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
-        return [items]  # one prompt of token ids
+        return [items]  # type: ignore[list-item]  (one prompt of token ids)
     return items  # type: ignore[return-value]
 
 

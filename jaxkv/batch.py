@@ -77,7 +77,7 @@ def pad_writes(writes: tuple[PageWrite, ...], size: int, null_row: int) -> np.nd
     out = np.zeros((size, 3), np.int32)
     out[:, 0] = null_row
     if writes:
-        out[: len(writes)] = writes
+        out[: len(writes)] = np.array(writes, np.int32)
     return out
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from jaxkv.checkpoint.source import ModelSource
+from jaxkv.checkpoint.source import CHECKPOINT_MARKER, ModelSource
 from jaxkv.errors import CheckpointError
 
 
@@ -90,7 +90,7 @@ def _open_path(path: Path) -> ModelSource:
         from jaxkv.checkpoint.gguf import GgufSource
 
         return GgufSource(path)
-    if (path / "jaxkv.json").exists():
+    if (path / CHECKPOINT_MARKER).exists():
         from jaxkv.checkpoint.orbax import OrbaxSource
 
         return OrbaxSource(path)
@@ -103,7 +103,7 @@ def _open_path(path: Path) -> ModelSource:
         raise CheckpointError(
             f"{path} holds GGUF files; name one of them: {', '.join(file.name for file in files[:10])}"
         )
-    raise CheckpointError(f"{path} is no model folder: neither config.json nor jaxkv.json is there")
+    raise CheckpointError(f"{path} is no model folder: neither config.json nor {CHECKPOINT_MARKER} is there")
 
 
 def _fetch(name: str, revision: str | None) -> Path:

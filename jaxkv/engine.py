@@ -41,8 +41,8 @@ class Engine:
         """
         if request.request_id in self._builders:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another one")
-        self.scheduler.add(request, stream=stream)
         builder = OutputBuilder(request, self._tokenizer, prompt, stream=stream)
+        self.scheduler.add(request, stream=stream)
         self._builders[request.request_id] = builder
         return builder
 
@@ -66,7 +66,10 @@ class Engine:
             while len(self._flights) > behind:
                 self._take_in(self.scheduler.commit(self._flights.popleft().result()))
         except jax.errors.JaxRuntimeError as error:
-            self._fail_all(error)
+            self._fail_all(f"the device failed: {error}")
+        except BaseException as error:  # Ctrl-C or a bug, somewhere between planning and committing
+            self._fail_all(f"the engine was interrupted: {error!r}")
+            raise
         self._finish(self.scheduler.take_finished())
 
     def stats(self) -> SchedulerStats:
@@ -85,11 +88,9 @@ class Engine:
                 continue
             try:
                 match = builder.feed(tokens, now)
-            except Exception as error:  # this request's text cannot be made: it alone ends (behaviour 24)
-                log.exception("request %s: output text failed", tokens.request_id)
-                self.scheduler.finish(
-                    tokens.request_id, tokens.child, reason=FinishReason.ERROR, error=f"output text failed: {error}"
-                )
+            except Exception as error:
+                message = _fail_text(builder, tokens.child, error)
+                self.scheduler.finish(tokens.request_id, tokens.child, reason=FinishReason.ERROR, error=message)
                 continue
             if match is not None:
                 self.scheduler.finish(
@@ -101,13 +102,26 @@ class Engine:
         now = time.monotonic()
         for event in events:
             builder = self._builders[event.request_id]
-            builder.finish(event, now)
+            try:
+                builder.finish(event, now)
+            except Exception as error:
+                _fail_text(builder, event.child, error)
+                builder.finish(event, now)
             if event.is_last:
                 del self._builders[event.request_id]
 
-    def _fail_all(self, error: Exception) -> None:
-        """The device failed and the donated pool is gone: end every request, start with an empty pool."""
-        log.error("a step failed, %d request(s) end with an error: %s", len(self._builders), error)
+    def _fail_all(self, error: str) -> None:
+        """The donated pool is gone, or host and device disagree: end every request, start with an empty pool."""
+        log.error("%d request(s) end with an error: %s", len(self._builders), error)
         self._flights.clear()
-        self.scheduler.fail_all(f"the device failed: {error}")
+        self.scheduler.fail_all(error)
+        self._finish(self.scheduler.take_finished())
         self.runner.reset()
+
+
+def _fail_text(builder: OutputBuilder, child: int, error: Exception) -> str:
+    """This completion's text cannot be made: it alone ends (behaviour 24). Returns what its error will say."""
+    log.exception("request %s: output text failed", builder.request.request_id)
+    message = f"output text failed: {error}"
+    builder.fail(child, message)
+    return message

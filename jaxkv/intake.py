@@ -69,7 +69,8 @@ class Intake:
         if not words:
             return ()
         assert self.tokenizer is not None
-        sequences = tuple(dict.fromkeys(ids for word in words for ids in self.tokenizer.encode_bad_word(word)))
+        spelled = (ids for word in words for ids in self.tokenizer.encode_bad_word(word))
+        sequences = tuple(dict.fromkeys(ids for ids in spelled if ids))
         if len(sequences) > MAX_BAD_WORDS:
             raise RequestError(f"bad_words are {len(sequences)} token sequences; the limit is {MAX_BAD_WORDS}")
         for ids in sequences:

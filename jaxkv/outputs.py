@@ -56,6 +56,7 @@ class CompletionText:
 class _Child:
     text: CompletionText
     logprobs: list[TokenLogprobs]
+    error: str | None = None
     completion: Completion | None = None
 
 
@@ -113,16 +114,21 @@ class OutputBuilder:
         tokens = NewTokens(self.request.request_id, 0, ids, scores.logprobs, scores.top_ids, scores.top_logprobs)
         self._scores += token_logprobs(tokens, wanted)
 
+    def fail(self, child: int, error: str) -> None:
+        """The text of a completion cannot be made: it keeps what there is, and ends with this error."""
+        self._children[child].error = error
+
     def finish(self, event: Finished, now_s: float) -> None:
         """Takes the end of one completion; the last one makes `output`."""
         child = self._children[event.child]
-        missing = event.token_ids.tolist()[self._fed[event.child] :]  # a request nobody watched was never fed
         if event.token_ids.size:
             self._first_token_s = self._first_token_s or now_s
-        piece = child.text.feed(missing) if child.text.match is None else ""
-        piece += child.text.finish()
-        if event.child == 0 and piece:
-            self._fresh.append(piece)
+        if child.error is None:
+            missing = event.token_ids.tolist()[self._fed[event.child] :]  # a request nobody watched was never fed
+            piece = child.text.feed(missing) if child.text.match is None else ""
+            piece += child.text.finish()
+            if event.child == 0 and piece:
+                self._fresh.append(piece)
         child.completion = self._completion(child, event)
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         self._num_preemptions += event.num_preemptions
@@ -136,6 +142,8 @@ class OutputBuilder:
 
     def _completion(self, child: _Child, event: Finished) -> Completion:
         token_ids, reason, stop_reason = tuple(event.token_ids.tolist()), event.reason, event.stop_reason
+        if child.error is not None:
+            reason, stop_reason = FinishReason.ERROR, None
         if (match := child.text.match) is not None and reason is not FinishReason.ERROR:
             token_ids, reason, stop_reason = token_ids[: match.num_tokens], FinishReason.STOP, match.stop
         wants = self.request.params.logprobs is not None
@@ -146,7 +154,7 @@ class OutputBuilder:
             finish_reason=reason,
             stop_reason=stop_reason,
             logprobs=tuple(child.logprobs[: len(token_ids)]) if wants else None,
-            error=event.error,
+            error=child.error or event.error,
         )
 
     def _assemble(self, now_s: float) -> RequestOutput:

@@ -10,6 +10,7 @@ M pages per row, V vocabulary, B entries of a batch of setups.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ def pack_setups(
     rows = np.full(size, null_row, np.int32)
     recent = np.full((size, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
     words = -(-vocab_size // 32)
-    p = RowParams(  # type: ignore[arg-type]  (numpy stands in for jax arrays until it is handed over)
+    fields: dict[str, Any] = dict(  # numpy stands in for jax arrays until it is handed over
         **{name: np.zeros(size, np.int32) for name in ("prompt_len", "max_total_len", "min_total_len", "top_k")},
         **{name: np.zeros(size, np.float32) for name in ("temperature", "min_p", "frequency", "presence")},
         **{name: np.ones(size, np.float32) for name in ("top_p", "repetition")},
@@ -137,6 +138,7 @@ def pack_setups(
         allowed=np.zeros((size, words), np.uint32),
         bad_words=np.full((size, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32),
     )
+    p = RowParams(**fields)
     for i, setup in enumerate(setups):
         rows[i] = setup.row
         _pack_one(p, i, setup, vocab_size)

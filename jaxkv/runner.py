@@ -23,6 +23,7 @@ from jaxkv.ops import Backend
 from jaxkv.plan import PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
 from jaxkv.programs import DecodeOutput, MixedOutput, StepShape, decode, mixed
 from jaxkv.row_state import NO_TOKEN
+from jaxkv.sampler import Logprobs
 from jaxkv.settings import Resolved
 from jaxkv.sharding import named, replicated
 
@@ -137,6 +138,7 @@ class Runner:
             self.num_traces[name] += 1  # runs when traced only
             return function(*args)
 
+        counted.__name__ = name  # what profiles and compile logs call it
         return jax.jit(counted, donate_argnums=donate, out_shardings=out)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -156,8 +158,9 @@ class Runner:
             self._pool, self._state, output = self._decode(
                 self._params, self._pool, self._state, rows, np.int32(plan.num_steps)
             )
-        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
-        in_flight = InFlight(plan, output, batch, self.backend.query_tile, bool(self._wants_logprobs[rows].any()))
+        computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        wants = bool(self._wants_logprobs[computed].any())
+        in_flight = InFlight(plan, output, batch, self.backend.query_tile, wants)
         for array in (output.token_ids, output.counts):
             array.copy_to_host_async()
         return in_flight
@@ -241,15 +244,25 @@ def _uses_counts(setup: RowSetup) -> bool:
     return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
 
 
+def _to_numpy(logprobs: Logprobs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Chosen, ids of the likeliest, and theirs; waits for them."""
+    return np.asarray(logprobs.chosen), np.asarray(logprobs.top_ids), np.asarray(logprobs.top)
+
+
 def _decode_result(plan: StepPlan, output: DecodeOutput, wants: bool) -> StepResult:
     n, steps = len(plan.decode_rows), plan.num_steps
+    chosen, top_ids, top = _to_numpy(output.logprobs) if wants else (None, None, None)
+
+    def by_row(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else array[:steps, :n].swapaxes(0, 1)
+
     return StepResult(
         step_id=plan.step_id,
         decode_tokens=np.asarray(output.token_ids)[:steps, :n].T,
         decode_counts=np.asarray(output.counts)[:n],
-        decode_logprobs=np.asarray(output.logprobs.chosen)[:steps, :n].T if wants else None,
-        decode_top_ids=np.asarray(output.logprobs.top_ids)[:steps, :n].swapaxes(0, 1) if wants else None,
-        decode_top_logprobs=np.asarray(output.logprobs.top)[:steps, :n].swapaxes(0, 1) if wants else None,
+        decode_logprobs=by_row(chosen),
+        decode_top_ids=by_row(top_ids),
+        decode_top_logprobs=by_row(top),
     )
 
 
@@ -258,9 +271,9 @@ def _mixed_result(
 ) -> StepResult:
     n = len(plan.decode_rows)
     token_ids, counts = np.asarray(output.token_ids), np.asarray(output.counts)
-    chosen, top_ids, top = (
-        np.asarray(a) if wants else None for a in (output.logprobs.chosen, output.logprobs.top_ids, output.logprobs.top)
-    )
+    chosen, top_ids, top = _to_numpy(output.logprobs) if wants else (None, None, None)
+    wants_scores = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
+    prompt_scores = _to_numpy(output.prompt_scores) if wants_scores else ()
 
     def at(array: np.ndarray | None, index: int) -> np.ndarray | None:
         return None if array is None else array[index : index + 1]
@@ -274,9 +287,7 @@ def _mixed_result(
         )
         part = slice(first * query_tile, first * query_tile + len(chunk.token_ids))
         scores.append(
-            PromptScores(*(np.asarray(a)[part] for a in dataclasses.astuple(output.prompt_scores)))
-            if chunk.prompt_logprobs is not None
-            else None
+            PromptScores(*(array[part] for array in prompt_scores)) if chunk.prompt_logprobs is not None else None
         )
     return StepResult(
         step_id=plan.step_id,

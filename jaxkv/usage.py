@@ -15,7 +15,7 @@ class UsageRecord:
     num_waiting: int  # requests that did not get in
 
     def __post_init__(self) -> None:
-        assert 0 <= self.num_held and 0 <= self.num_future
+        assert self.num_held >= 0 and self.num_future >= 0
         assert self.num_held + self.num_future <= self.num_reserved, self
 
 

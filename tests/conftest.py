@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def compilation_cache_dir() -> Path:
     """A folder of this user's; jax keys its entries by its own version, the flags and the processor."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "jaxkv-tests" / "xla"
+    root = os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv"
+    return Path(root) / "tests"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -69,10 +69,11 @@ def _finish(partial: Path, target: Path) -> None:
     try:
         _sync(partial)
         partial.rename(target)  # fails if something was put there meanwhile
-        _sync_one(target.parent)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{target} cannot be written: {reason}; nothing was left behind") from error
+    with contextlib.suppress(OSError):  # the folder is there and whole; only a crash right now could undo the rename
+        _sync_one(target.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -24,19 +24,14 @@ from flax import nnx
 
 from jaxkv.checkpoint.atomic import new_folder
 from jaxkv.checkpoint.pieces import Piece, check_shapes, is_stacked, piece_name
-from jaxkv.checkpoint.source import read_json
+from jaxkv.checkpoint.source import CHECKPOINT_MARKER, read_json
 from jaxkv.errors import CheckpointError, JaxkvError
 from jaxkv.models.weights import WeightMap
 
 _FORMAT = 1
-_MARKER, _PARAMS = "jaxkv.json", "params"
+_PARAMS = "params"
 _CHUNK_BYTES = 32 << 20  # largest piece of a file that a shard has to read
 _BATCH_BYTES = 32 << 20  # restored by one call; a call costs 30 ms whatever it reads
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether `save_checkpoint` wrote this folder."""
-    return (folder / _MARKER).exists()
 
 
 def save_checkpoint(
@@ -77,7 +72,7 @@ def save_checkpoint(
             args = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
             with _checkpointer() as checkpointer:
                 checkpointer.save((folder / _PARAMS).absolute(), args=ocp.args.PyTreeSave(tree, save_args=args))
-            _write_json(folder / _MARKER, {"format": _FORMAT, "digest": digest})
+            _write_json(folder / CHECKPOINT_MARKER, {"format": _FORMAT, "digest": digest})
         except JaxkvError:
             raise
         except Exception as error:  # TensorStore raises ValueError for a full disk, Orbax a bare Exception for others
@@ -97,7 +92,7 @@ class OrbaxSource:
 
     def __init__(self, folder: Path) -> None:
         self.location = folder
-        marker = read_json(folder / _MARKER)
+        marker = read_json(folder / CHECKPOINT_MARKER)
         if marker.get("format") != _FORMAT:
             raise CheckpointError(f"{folder}: format {marker.get('format')} is not known; this jaxkv reads {_FORMAT}")
         self.digest = str(marker["digest"])

@@ -11,6 +11,8 @@ from jaxkv.checkpoint.pieces import PieceReader
 from jaxkv.errors import CheckpointError
 from jaxkv.models.weights import WeightMap
 
+CHECKPOINT_MARKER = "jaxkv.json"  # the file that tells a folder written by `convert` from others
+
 
 class ModelSource(Protocol):
     """A model on disk: everything but the weights."""

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-from typing import Any
 
 from jaxkv.cli import options
 
@@ -81,6 +80,7 @@ BENCHMARKS = (
             Flag("prompt_len", 64, "tokens in the prompt"),
             Flag("output_len", 192, "tokens generated"),
         ),
+        fixes=("decode_steps", "overlap"),
     ),
 )
 
@@ -132,5 +132,4 @@ def run(args: argparse.Namespace) -> int:
     """
     from jaxkv import bench
 
-    load: dict[str, Any] = options.load_arguments(args, engine_seed=True)
-    return bench.run(args, load)
+    return bench.run(args, {"model": args.model, **options.load_arguments(args, engine_seed=True)})

@@ -53,8 +53,8 @@ def paged_attention(
     tile = tile_pages * page_size
     page_table = _pad_to_multiple(page_table, tile_pages)
     # [N, K, G * Q, D]: the queries that share a KV head are the rows of one matmul
-    qk = q.reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
-    qk = qk.reshape(num_tiles, num_kv_heads, groups * num_queries, head_dim)
+    qk = (q.astype(jnp.float32) * scale).reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim)
+    qk = qk.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, groups * num_queries, head_dim)
     last_key = jnp.minimum(q_start[:, None] + jnp.arange(num_queries)[None, :], kv_len[:, None] - 1)  # [N, Q]
     last_key = jnp.tile(last_key, (1, groups))[:, None, :, None]  # [N, 1, G * Q, 1]
 
@@ -64,14 +64,14 @@ def paged_attention(
         position = index * tile + jnp.arange(tile)
         exists = (position[None, :] < kv_len[:, None])[:, None, :, None]  # [N, 1, tile, 1]
         keys = _gather(pool, pages, 0)
-        values = jnp.where(exists, _gather(pool, pages, 1), jnp.zeros((), pool.dtype))  # 0 * NaN is NaN
-        scores = _batched_dot(qk, keys.astype(q.dtype), 3) * scale  # [N, K, G * Q, tile]
+        values = jnp.where(exists, _gather(pool, pages, 1), 0.0)  # 0 * NaN is NaN
+        scores = _batched_dot(qk, keys, 3)  # [N, K, G * Q, tile]
         scores = jnp.where(position[None, None, None, :] <= last_key, scores, NEG_INF)
         new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weight = jnp.exp(scores - new_peak)
         keep = jnp.exp(peak - new_peak)
         total = total * keep + weight.sum(axis=-1, keepdims=True)
-        acc = acc * keep + _batched_dot(weight.astype(q.dtype), values.astype(q.dtype), 2)
+        acc = acc * keep + _batched_dot(weight, values, 2)
         return new_peak, total, acc
 
     row = (num_tiles, num_kv_heads, groups * num_queries)
@@ -91,7 +91,7 @@ def _pad_to_multiple(page_table: jax.Array, tile_pages: int) -> jax.Array:
 
 
 def _gather(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
-    """K (`which` = 0) or V (1) of `pages [N, TP]` -> `[N, K, TP * S, D]`, written in that order by the gather itself."""
+    """K (`which` = 0) or V (1) of `pages [N, TP]` -> float32 `[N, K, TP * S, D]`, laid out by the gather itself."""
     _, _, num_kv_heads, page_size, head_dim = pool.shape
     index = jnp.stack([pages, jnp.full_like(pages, which)], axis=-1)
     gathered = jax.lax.gather(
@@ -101,15 +101,14 @@ def _gather(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
         slice_sizes=(1, 1, num_kv_heads, page_size, head_dim),
         mode="promise_in_bounds",
     )  # [N, K, TP, S, D]
-    return gathered.reshape(pages.shape[0], num_kv_heads, -1, head_dim)
+    return gathered.astype(jnp.float32).reshape(pages.shape[0], num_kv_heads, -1, head_dim)
 
 
 def _batched_dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
-    """Contract the last axis of `a [N, K, ., .]` with axis `contract_b` of `b [N, K, ., .]`, in float32."""
+    """Contract the last axis of `a [N, K, ., .]` with axis `contract_b` of `b [N, K, ., .]`; float32 all through."""
     return jax.lax.dot_general(
         a,
         b,
         (((3,), (contract_b,)), ((0, 1), (0, 1))),
-        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST,
     )

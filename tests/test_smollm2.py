@@ -1,0 +1,126 @@
+"""The whole chain on real weights: SmolLM2-135M-Instruct in float32."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxkv import LLM, SamplingParams
+from jaxkv.errors import RequestError
+
+pytestmark = pytest.mark.slow
+
+CASES = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf_path) -> LLM:
+    return LLM.load("smollm2", dtype="float32", max_len=1024, max_rows=4, num_pages=300, progress=False, warm_up=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm: LLM):
+    yield
+    stats = llm.stats()
+    assert stats.pages_used == 0
+    assert stats.pages_free + stats.pages_cached == llm.num_pages
+
+
+def greedy(**changes) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 64, "temperature": 0.0, "ignore_eos": True} | changes))
+
+
+def test_greedy_tokens_equal_hugging_face_and_nothing_compiles(llm: LLM) -> None:
+    before = llm.stats().num_compiles
+    outs = llm.generate([case["prompt_ids"] for case in CASES], greedy(skip_special_tokens=False))
+    for out, case in zip(outs, CASES, strict=True):
+        assert list(out.outputs[0].token_ids) == case["greedy_ids"], case["prompt"]
+        assert out.outputs[0].text == case["text"]
+    assert llm.stats().num_compiles == before
+
+
+def test_a_warm_cache_changes_nothing_and_is_reported(llm: LLM) -> None:
+    longest = max(CASES, key=lambda case: len(case["prompt_ids"]))
+    llm.clear_prefix_cache()
+    for cached in (0, (len(longest["prompt_ids"]) - 1) // llm.page_size * llm.page_size):
+        (out,) = llm.generate([longest["prompt_ids"]], greedy(max_tokens=8))
+        assert list(out.outputs[0].token_ids) == longest["greedy_ids"][:8]
+        assert out.cached_tokens == cached
+
+
+def test_pieces_of_a_stream_join_to_the_text(llm: LLM) -> None:
+    params = greedy(max_tokens=24, stop=("wavelength",))
+    (out,) = llm.generate("Light has colours because", params)
+    assert "".join(llm.stream("Light has colours because", params)) == out.outputs[0].text
+
+
+def test_a_closed_stream_frees_its_pages(llm: LLM) -> None:
+    pieces = llm.stream("Once upon a time", greedy(max_tokens=200))
+    next(pieces)
+    pieces.close()
+
+
+def test_interleaved_streams_keep_apart(llm: LLM) -> None:
+    prompts = ["The capital of France is", "Once upon a time"]
+    wanted = [out.outputs[0].text for out in llm.generate(prompts, greedy(max_tokens=12))]
+    streams = [llm.stream(prompt, greedy(max_tokens=12)) for prompt in prompts]
+    texts = ["", ""]
+    for _ in range(12):
+        for i, stream in enumerate(streams):
+            texts[i] += next(stream, "")
+    assert [text + "".join(stream) for text, stream in zip(texts, streams, strict=True)] == wanted
+
+
+def test_chat_uses_the_template_and_stops_at_the_end_of_turn(llm: LLM) -> None:
+    (out,) = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=64, temperature=0)
+    )
+    assert "Paris" in out.outputs[0].text
+    assert out.outputs[0].finish_reason == "stop"
+    assert "<|im_end|>" not in out.outputs[0].text
+
+
+def test_children_differ_and_come_again(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, n=3, seed=5)
+    first, again = (llm.generate("My favourite animal is", params)[0] for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
+    assert len({c.token_ids for c in first.outputs}) == 3
+
+
+def test_score_gives_the_prompts_own_logprobs(llm: LLM) -> None:
+    (likely, unlikely) = llm.score(["The capital of France is Paris", "The capital of France is zebra"])
+    assert likely.prompt_logprobs is not None and unlikely.prompt_logprobs is not None
+    assert likely.prompt_logprobs[0] is None
+    assert likely.prompt_logprobs[-1].logprob > unlikely.prompt_logprobs[-1].logprob + 5
+    assert likely.outputs[0].token_ids == ()
+
+
+def test_refused_requests_leave_the_neighbours_alone(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="49152"):
+        llm.generate(["fine", [1, 2, 49152]], greedy())
+    with pytest.raises(RequestError, match="max_len=1024"):
+        llm.generate([[5] * 1024], greedy())
+    assert llm.generate("The capital of France is", greedy(max_tokens=1))[0].outputs[0].text == " Paris"
+
+
+def test_a_second_start_compiles_nothing(smollm2_gguf_path, tmp_path) -> None:
+    script = """
+import jax
+from jaxkv import LLM, SamplingParams
+misses = []
+jax.monitoring.register_event_listener(lambda event, **_: misses.append(event) if "cache_misses" in event else None)
+llm = LLM.load("smollm2", max_len=256, max_rows=2, num_pages=64, progress=False)
+llm.generate("Hello", SamplingParams(max_tokens=4, temperature=0))
+print(len(misses))
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    environment["JAXKV_CACHE_DIR"] = str(tmp_path)
+    counts = [
+        int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout)
+        for _ in range(2)
+    ]
+    assert counts[0] > 0
+    assert counts[1] == 0
