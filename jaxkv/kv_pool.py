@@ -58,8 +58,7 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
             f"tensor={mesh.shape['tensor']} does not divide num_kv_heads={spec.num_kv_heads}; use a divisor of it"
         )
     try:
-        pool = jax.jit(lambda: jnp.zeros(spec.shape, spec.dtype), out_shardings=named(mesh, AXES))()
-        return jax.block_until_ready(pool)
+        return jax.block_until_ready(jnp.zeros(spec.shape, spec.dtype, device=named(mesh, AXES)))
     except jax.errors.JaxRuntimeError as error:
         free = free_memory_bytes(mesh)
         raise CapacityError(

@@ -10,6 +10,8 @@ from jaxkv.request import Completion, FinishReason, Request, RequestMetrics, Req
 from jaxkv.stop_strings import StopMatch, StopMatcher
 from jaxkv.tokenizer import Tokenizer
 
+LOWEST_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON does not have; OpenAI's API and vLLM write the same
+
 
 class CompletionText:
     """The text of one completion while it grows: detokeniser and stop strings, token by token."""
@@ -179,7 +181,7 @@ class OutputBuilder:
 
 
 def token_logprobs(tokens: NewTokens, num_top: int) -> list[TokenLogprobs]:
-    """One entry a token with its `num_top` likeliest alternatives; impossible alternatives (-inf) are left out."""
+    """One entry a token with its `num_top` likeliest alternatives, all finite: impossible alternatives are left out."""
     assert tokens.logprobs is not None and tokens.top_ids is not None and tokens.top_logprobs is not None
     columns = zip(
         tokens.token_ids.tolist(), tokens.logprobs.tolist(), tokens.top_ids.tolist(), tokens.top_logprobs.tolist(),
@@ -188,7 +190,7 @@ def token_logprobs(tokens: NewTokens, num_top: int) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(
             token_id,
-            logprob,
+            logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB,
             tuple((i, p) for i, p in zip(ids[:num_top], probs[:num_top], strict=True) if p > float("-inf")),
         )
         for token_id, logprob, ids, probs in columns

@@ -69,9 +69,7 @@ def decode(
         position = state.position[rows]
         attend = _attend((_queries(page_table, position[:, None], live[:, None], shape),), shape, ops)
         hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
-        state, token_ids, logprobs = _sample_and_advance(
-            model.logits(hidden), params, state, rows, position + 1, live
-        )
+        state, token_ids, logprobs = _sample_and_advance(model.logits(hidden), params, state, rows, position + 1, live)
         out = DecodeOutput(
             out.token_ids.at[step].set(token_ids),
             out.counts + live.astype(jnp.int32),

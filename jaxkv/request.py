@@ -83,8 +83,15 @@ class SamplingParams:
             _require(name, value, _is_real(value) and math.isfinite(value), "a finite number")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 0, ">= 0")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RequestError("max_tokens=0 generates nothing; set max_tokens >= 1, or prompt_logprobs to score a prompt")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]")
+            raise RequestError(
+                "max_tokens=0 generates nothing; set max_tokens >= 1, or prompt_logprobs to score a prompt"
+            )
+        _require(
+            "min_tokens",
+            self.min_tokens,
+            0 <= self.min_tokens <= self.max_tokens,
+            f"in [0, max_tokens={self.max_tokens}]",
+        )
         _require("temperature", self.temperature, self.temperature >= 0, ">= 0 (0 is greedy)")
         _require("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")

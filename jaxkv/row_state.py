@@ -71,7 +71,9 @@ class RowState:
 def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
     """A state in which every row is done and owns no pages."""
     rows = max_rows + 1
-    params = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), pack_setups([], 1, max_rows, vocab_size)[1])
+    params = jax.tree.map(
+        lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), pack_setups([], 1, max_rows, vocab_size)[1]
+    )
     return RowState(
         params=params,
         page_table=jnp.zeros((rows, max_pages), jnp.int32),

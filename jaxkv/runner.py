@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -79,9 +78,8 @@ class Runner:
         # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
         self._params, tree = jax.tree.flatten(params)
         self.mesh, self.backend, self.buckets = mesh, backend, buckets
-        self._null_row, self._vocab_size, self._max_len = max_rows, vocab_size, max_len
+        self._null_row, self._vocab_size = max_rows, vocab_size
         self.pool_spec = pool_spec
-        self.reset()
         self._wants_logprobs = np.zeros(max_rows, bool)  # by row
         self.num_traces: collections.Counter[str] = collections.Counter()  # program name -> times traced
         shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps, scale)
@@ -103,11 +101,14 @@ class Runner:
         self._set_pages = self._jit("set_pages", row_state.set_pages, donate=(0,), out=same)
         self._set_counts = self._jit("set_counts", row_state.set_counts, donate=(0,), out=same)
         self._copy_pages = self._jit("copy_pages", copy, donate=(0,), out=pool)
+        init = functools.partial(
+            row_state.init_row_state, max_rows, max_pages=-(-max_len // pool_spec.page_size), vocab_size=vocab_size
+        )
+        self._init_state = jax.jit(init, out_shardings=same)
+        self.reset()
 
     @classmethod
-    def build(
-        cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, *, vocab_size: int, head_dim: int
-    ) -> "Runner":
+    def build(cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, *, vocab_size: int, head_dim: int) -> "Runner":
         """A runner with the resolved numbers; the attention scale is 1 / sqrt(head_dim)."""
         config = resolved.scheduler
         return cls(
@@ -127,13 +128,9 @@ class Runner:
         """An empty pool and no rows: at the start, and after a failed step took the donated ones with it."""
         self._pool = self._state = None  # free the old ones first
         self._pool = kv_pool.allocate(self.pool_spec, self.mesh)
-        max_pages = -(-self._max_len // self.pool_spec.page_size)
-        init = functools.partial(row_state.init_row_state, self._null_row, max_pages, self._vocab_size)
-        self._state = jax.jit(init, out_shardings=replicated(self.mesh))()
+        self._state = self._init_state()
 
-    def _jit(
-        self, name: str, function: Callable[..., Any], *, donate: tuple[int, ...], out: Any
-    ) -> Callable[..., Any]:
+    def _jit(self, name: str, function: Callable[..., Any], *, donate: tuple[int, ...], out: Any) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
             self.num_traces[name] += 1  # runs when traced only
             return function(*args)
@@ -266,9 +263,7 @@ def _decode_result(plan: StepPlan, output: DecodeOutput, wants: bool) -> StepRes
     )
 
 
-def _mixed_result(
-    plan: StepPlan, output: MixedOutput, batch: MixedBatch, query_tile: int, wants: bool
-) -> StepResult:
+def _mixed_result(plan: StepPlan, output: MixedOutput, batch: MixedBatch, query_tile: int, wants: bool) -> StepResult:
     n = len(plan.decode_rows)
     token_ids, counts = np.asarray(output.token_ids), np.asarray(output.counts)
     chosen, top_ids, top = _to_numpy(output.logprobs) if wants else (None, None, None)

@@ -150,9 +150,7 @@ def threshold(logits: jax.Array, params: RowParams) -> jax.Array:
     """float32 [N]: the smallest logit that top-k, then top-p (on what top-k left), then min-p keep; rows peak at 0."""
     none = jnp.full(logits.shape[0], NEG_INF, jnp.float32)
     cut = params.temperature > 0
-    by_k = jax.lax.cond(
-        (cut & (params.top_k > 0)).any(), lambda: _top_k_threshold(logits, params.top_k), lambda: none
-    )
+    by_k = jax.lax.cond((cut & (params.top_k > 0)).any(), lambda: _top_k_threshold(logits, params.top_k), lambda: none)
     by_p = jax.lax.cond(
         (cut & (params.top_p < 1)).any(), lambda: _top_p_threshold(logits, by_k, params.top_p), lambda: none
     )

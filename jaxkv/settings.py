@@ -106,9 +106,7 @@ def _query_tile(token_budget: int, max_rows: int, backend: Backend) -> int:
     return tile
 
 
-def _num_pages(
-    config: EngineConfig, spec: PoolSpec, max_rows: int, max_len: int, mesh: Mesh, backend: Backend
-) -> int:
+def _num_pages(config: EngineConfig, spec: PoolSpec, max_rows: int, max_len: int, mesh: Mesh, backend: Backend) -> int:
     """Explicit, or what the memory budget holds; never more than every row at `max_len` could use."""
     if config.num_pages is not None:
         return config.num_pages + 1

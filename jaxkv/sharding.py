@@ -7,7 +7,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.errors import ConfigError
 
 # logical axis -> mesh axis; everything else is replicated
-RULES: dict[str | None, str | None] = {"kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor", "layers": None, None: None}
+RULES: dict[str | None, str | None] = {
+    "kv_heads": "tensor",
+    "ffn": "tensor",
+    "vocab": "tensor",
+    "layers": None,
+    None: None,
+}
 
 
 def make_mesh(tensor: int) -> Mesh:
@@ -18,7 +24,9 @@ def make_mesh(tensor: int) -> Mesh:
     """
     devices = jax.devices()
     if not 1 <= tensor <= len(devices):
-        raise ConfigError(f"tensor={tensor} needs that many devices, but {len(devices)} {devices[0].platform} device(s) are visible")
+        raise ConfigError(
+            f"tensor={tensor} needs that many devices, but {len(devices)} {devices[0].platform} device(s) are visible"
+        )
     return Mesh(np.asarray(devices[:tensor]), ("tensor",))
 
 

@@ -71,7 +71,7 @@ def params_of(workload: workloads.Workload, logprobs: int | None = None) -> list
             top_p=0.95 if i % 4 == 1 else 1.0,
             seed=i,
             logprobs=logprobs,
-        )  # fmt: skip
+        )
         for i, length in enumerate(workload.output_lens)
     ]
 

@@ -119,7 +119,11 @@ print(len(misses))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
     environment["JAXKV_CACHE_DIR"] = str(tmp_path)
     counts = [
-        int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for _ in range(2)
     ]
     assert counts[0] > 0

@@ -1,3 +1,1 @@
 """What `jaxkv bench` measures. Every result names its conditions and, where asked, peers from the same run."""
-
-from jaxkv.bench.run import run as run

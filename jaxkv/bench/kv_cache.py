@@ -103,9 +103,7 @@ def _contiguous_step(
     return jnp.argmax(model.logits(hidden)[0]).astype(jnp.int32), cache
 
 
-def _recompute(
-    model: nnx.Module, cfg: LlamaConfig, prompt: tuple[int, ...], output_len: int
-) -> list[dict[str, Any]]:
+def _recompute(model: nnx.Module, cfg: LlamaConfig, prompt: tuple[int, ...], output_len: int) -> list[dict[str, Any]]:
     """The whole sequence for each token, at a few lengths."""
     scale = cfg.head_dim**-0.5
     tokens = np.resize(np.asarray(prompt, np.int32), len(prompt) + output_len)

@@ -23,7 +23,9 @@ def run(name: str, workload: Workload, *, model: str, dtype: str, repeats: int) 
     """
     script = pathlib.Path(jaxkv.__file__).parents[1] / "scripts" / "baselines" / _SCRIPTS[name]
     if not script.exists():
-        raise ConfigError(f"--compare {name} runs {script.name} from a source checkout; it is not in the installed package")
+        raise ConfigError(
+            f"--compare {name} runs {script.name} from a source checkout; it is not in the installed package"
+        )
     command = [sys.executable, str(script), "--dtype", _DTYPES[dtype], "--repeats", str(repeats), "--json"]
     if str(model).endswith(".gguf"):
         command += ["--gguf", str(model)]
@@ -31,9 +33,11 @@ def run(name: str, workload: Workload, *, model: str, dtype: str, repeats: int) 
         raise ConfigError(f"--compare {name} loads GGUF files of Llama models, not {model!r}")
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "workload.json"
-        path.write_text(json.dumps(workload.to_json()))
+        path.write_text(workload.to_json())
         print(f"running {name} ...", file=sys.stderr, flush=True)
         done = subprocess.run([*command, "--workload-file", str(path)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"--compare {name}: {script.name} failed with exit status {done.returncode}; its output is above")
+        raise ConfigError(
+            f"--compare {name}: {script.name} failed with exit status {done.returncode}; its output is above"
+        )
     return json.loads(done.stdout.splitlines()[-1])

@@ -130,6 +130,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxkvError: the model is refused, or an engine to compare with is not installed.
     """
-    from jaxkv import bench
+    from jaxkv.bench import run as bench
 
     return bench.run(args, {"model": args.model, **options.load_arguments(args, engine_seed=True)})

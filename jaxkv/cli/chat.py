@@ -68,6 +68,7 @@ class Conversation:
             try:
                 text = input("> " if is_terminal else "").strip()
             except EOFError:
+                print(end="\n" if is_terminal else "")
                 return
             except KeyboardInterrupt:
                 print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)

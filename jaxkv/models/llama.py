@@ -59,7 +59,9 @@ class LlamaLayer(nnx.Module):
         self, x: jax.Array, pool: Any, layer: jax.Array, phases: tuple[jax.Array, jax.Array], attend: Attend
     ) -> tuple[jax.Array, Any]:
         """`x [T, E]` -> `[T, E]`, with this layer's K/V of the T tokens written into the pool."""
-        attended, pool = self.attention(rms_norm(x, self.attn_norm[...], self.cfg.norm_eps), pool, layer, phases, attend)
+        attended, pool = self.attention(
+            rms_norm(x, self.attn_norm[...], self.cfg.norm_eps), pool, layer, phases, attend
+        )
         x = x + attended
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.cfg.norm_eps)), pool
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 NEG_INF = -1e30  # finite: an all-masked tile must not produce NaN
 
-TILE_TOKENS = 64  # keys read per iteration: of 64/128/512, 64 was fastest on two AVX2 cores (37/77/179 ms a SmolLM2 step)
+TILE_TOKENS = (
+    64  # keys read per iteration: of 64/128/512, 64 was fastest on two AVX2 cores (37/77/179 ms a SmolLM2 step)
+)
 
 
 def write_kv(

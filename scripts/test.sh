@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets up .venv with what the tests need, and runs them all, or those that pytest's arguments choose.
+#
+#   scripts/test.sh [PYTEST ARGUMENT...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+pytest_args=("$@")
+. scripts/setup.sh test 'parity?'
+exec "$python" -m pytest ${pytest_args[@]+"${pytest_args[@]}"}
