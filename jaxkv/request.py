@@ -71,6 +71,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 set_(name, tuple(value))
+        if isinstance(self.logit_bias, dict):
+            set_("logit_bias", dict(self.logit_bias))  # the caller may change theirs while the request runs
         self._check()
 
     def _check(self) -> None:

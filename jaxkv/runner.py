@@ -158,7 +158,7 @@ class Runner:
         computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         wants = bool(self._wants_logprobs[computed].any())
         in_flight = InFlight(plan, output, batch, self.backend.query_tile, wants)
-        for array in (output.token_ids, output.counts):
+        for array in (output.token_ids, output.counts, *(jax.tree.leaves(output.logprobs) if wants else ())):
             array.copy_to_host_async()
         return in_flight
 

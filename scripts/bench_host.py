@@ -1,4 +1,4 @@
-"""What the host costs a step: `Scheduler.plan` and `commit` in microseconds, with a runner that costs nothing.
+"""What the host costs a step: planning, packing for the device and committing, in microseconds, without a device.
 
     python scripts/bench_host.py [--rows 256] [--steps 1000] [--decode-steps 1]
 
@@ -20,7 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jaxkv.batch import Buckets, fit, make_buckets, pack_mixed, pad_rows, pad_writes
 from jaxkv.config import SchedulerConfig
+from jaxkv.plan import StepPlan
 from jaxkv.scheduler import Scheduler
 from tests.fake_model import make_request
 from tests.fake_runner import CheapRunner
@@ -60,7 +62,11 @@ class Meter:
         self.num_added = 0
         self.result = None
         self.num_mixed = 0
-        self.plan, self.commit = Stopwatch(), Stopwatch()
+        self.buckets = make_buckets(
+            max_rows=rows, min_rows=1, token_budget=self.config.token_budget, query_tile=self.config.chunk_align,
+            max_pages=max_len // 16 + 1, max_len=max_len,
+        )  # fmt: skip
+        self.plan, self.pack, self.commit = Stopwatch(), Stopwatch(), Stopwatch()
 
     def add(self, max_tokens: int) -> None:
         prompt = self.random.integers(0, 30_000, self.random.integers(PROMPT_LEN // 2, PROMPT_LEN * 3 // 2)).tolist()
@@ -69,14 +75,26 @@ class Meter:
         self.num_added += 1
 
     def run(self, num_steps: int) -> None:
-        self.plan, self.commit, self.num_mixed = Stopwatch(), Stopwatch(), 0
+        self.plan, self.pack, self.commit, self.num_mixed = Stopwatch(), Stopwatch(), Stopwatch(), 0
         for _ in range(num_steps):
             plan = self.plan.time(self.scheduler.plan)
             assert plan is not None
+            self.pack.time(pack, plan, self.buckets, self.config)
             result, self.result = self.result, self.runner.run(plan)
             self.num_mixed += bool(plan.chunks)
             if result is not None:
                 self.commit.time(self.scheduler.commit, result)
+
+
+def pack(plan: StepPlan, buckets: Buckets, config: SchedulerConfig) -> None:
+    """Makes the arrays that `Runner.dispatch` hands to jax."""
+    null_row = config.max_rows
+    if plan.page_writes:
+        pad_writes(plan.page_writes, fit(len(plan.page_writes), buckets.page_writes), null_row)
+    if plan.chunks:
+        pack_mixed(plan, buckets, config.chunk_align, null_row)
+    else:
+        pad_rows(plan.decode_rows, fit(len(plan.decode_rows), buckets.decode_rows), null_row)
 
 
 def decode_only(rows: int, num_steps: int, decode_steps: int) -> Meter:
@@ -103,7 +121,7 @@ def churn(rows: int, num_steps: int, decode_steps: int) -> Meter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of Scheduler.plan and commit a step, without a device.")
+    parser = argparse.ArgumentParser(description="Cost of planning, packing and committing a step, without a device.")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--decode-steps", type=int, default=1)
@@ -113,8 +131,9 @@ def main() -> None:
         meter = case(args.rows, args.steps, args.decode_steps)
         for part, watches in (
             ("plan", [meter.plan]),
+            ("pack", [meter.pack]),
             ("commit", [meter.commit]),
-            ("total", [meter.plan, meter.commit]),
+            ("total", [meter.plan, meter.pack, meter.commit]),
         ):
             report[f"{name}_{part}_us"] = round(sum(statistics.median(watch.wall_us) for watch in watches), 1)
             report[f"{name}_{part}_cpu_us"] = round(sum(statistics.fmean(watch.cpu_us) for watch in watches), 1)

@@ -508,7 +508,7 @@ def test_convert_passes_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("benchmark", bench.BENCHMARKS, ids=lambda benchmark: benchmark.name)
 def test_bench_passes_its_flags(benchmark: bench.Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[argparse.Namespace, dict[str, Any]]] = []
-    monkeypatch.setattr("jaxkv.bench.run", lambda args, load: calls.append((args, load)) or 0)
+    monkeypatch.setattr("jaxkv.bench.run.run", lambda args, load: calls.append((args, load)) or 0)
     command = ["bench", benchmark.name, "-m", "x", "--json", "--seed", "3", "--max-rows", "2"]
     for engine in benchmark.compare:
         command += ["--compare", engine]

@@ -1,6 +1,5 @@
 """What a number depends on: versions, machine, model and workload."""
 
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -10,6 +9,7 @@ from typing import Any
 
 import jax
 
+import jaxkv
 from jaxkv.api import LLM
 from jaxkv.bench.workloads import Workload
 
@@ -24,7 +24,7 @@ def conditions(llm: LLM, workload: Workload) -> dict[str, Any]:
         "num_requests": workload.num_requests,
         "num_prompt_tokens": workload.num_prompt_tokens,
         "num_output_tokens": workload.num_output_tokens,
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxkv", "jax")},
+        "versions": {"jaxkv": jaxkv.__version__, "jax": jax.__version__},
         "python": platform.python_version(),
         "device": cpu_name() if device.platform == "cpu" else device.device_kind,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -60,9 +60,12 @@ def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
 
 
 def _one_workload(workload: Workload, metric: str, args: argparse.Namespace, load: Load) -> dict[str, Any]:
-    """Ours and the peers', alternating with them as little as a fair order allows: ours before and after."""
+    """Ours, then each peer, on the same prompts; every pass begins with an empty prefix cache."""
     llm = _load(load)
-    runs = [time_workload(llm, workload) for _ in range(args.repeats)]
+    runs = []
+    for _ in range(args.repeats):
+        llm.clear_prefix_cache()
+        runs.append(time_workload(llm, workload))
     result = conditions(llm, workload) | {"metric": metric}
     dtype = llm.dtype
     ours = _median(runs).summary() | {"peak_rss_bytes": peak_rss_bytes()}

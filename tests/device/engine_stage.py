@@ -58,9 +58,8 @@ class Client:
             max_len=MAX_LEN, max_rows=MAX_ROWS, page_size=PAGE, num_pages=61, token_budget=MAX_LEN,
             chunk_align=TILE, decode_steps=MAX_STEPS, reserve_steps=0,
         )  # fmt: skip
-        self.engine = Engine(
-            Scheduler(SchedulerConfig(**(numbers | config))), runner, tokenizer, overlap=overlap
-        )  # fmt: skip
+        scheduler = Scheduler(SchedulerConfig(**(numbers | config)))
+        self.engine = Engine(scheduler, runner, tokenizer, overlap=overlap)
         self._intake = Intake(vocab_size=V, eos_ids=EOS, tokenizer=tokenizer)
         self._number = 0
 

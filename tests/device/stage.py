@@ -132,7 +132,5 @@ def sampled(result: StepResult) -> list[int]:
 
 def decoded(result: StepResult) -> list[list[int]]:
     """The tokens of decode rows."""
-    return [
-        tokens[:count]
-        for tokens, count in zip(result.decode_tokens.tolist(), result.decode_counts.tolist(), strict=True)
-    ]
+    rows = zip(result.decode_tokens.tolist(), result.decode_counts.tolist(), strict=True)
+    return [tokens[:count] for tokens, count in rows]

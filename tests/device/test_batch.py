@@ -52,10 +52,9 @@ def test_pack_mixed_round_trip(case: tuple[StepPlan, int]) -> None:
     assert num_tiles in table.mixed_tiles and len(packed.decode_rows) in table.mixed_rows
     assert len(packed.token_ids) == len(packed.next_token_ids) == num_tiles * tile
     assert all(array.dtype == np.int32 for array in vars(packed).values() if isinstance(array, np.ndarray))
-    assert packed.decode_rows.tolist() == [
-        *plan.decode_rows,
-        *[MAX_ROWS] * (len(packed.decode_rows) - len(plan.decode_rows)),
-    ]
+    num_decode = len(plan.decode_rows)
+    assert packed.decode_rows[:num_decode].tolist() == plan.decode_rows.tolist()
+    assert (packed.decode_rows[num_decode:] == MAX_ROWS).all()
 
     ids, following = packed.token_ids.reshape(-1, tile), packed.next_token_ids.reshape(-1, tile)
     end = 0

@@ -160,8 +160,9 @@ def test_storm(runner: Runner, dense: Dense, seed: int) -> None:
 
 
 def break_dispatch(monkeypatch: pytest.MonkeyPatch, runner: Runner, error: BaseException) -> None:
-    def fail(*args: object) -> None:
+    def fail(params: object, pool: jax.Array, *args: object) -> None:
         monkeypatch.undo()
+        pool.delete()  # it was donated
         raise error
 
     monkeypatch.setattr(runner, "_decode", fail)

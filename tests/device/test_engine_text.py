@@ -68,6 +68,16 @@ def test_stop_strings(runner: Runner, dense: Dense, where: int, decode_steps: in
     assert stop in text_of(completion.token_ids) and stop not in text_of(completion.token_ids[:-1])
 
 
+def test_a_stop_string_in_the_step_that_ends_the_request(runner: Runner, dense: Dense) -> None:
+    """All tokens up to max_tokens come at once: the stop string still wins over the length."""
+    tokens = dense.generate(FREE.row())[:9]
+    stop = text_of(tokens)[3:5]
+    what = ask(FREE.prompt, temperature=1.0, seed=6, max_tokens=9, ignore_eos=True, stop=stop)
+    completion = only(both(runner, what, decode_steps=8))
+    assert completion.text == text_of(tokens).split(stop)[0] and completion.stop_reason == stop
+    assert completion.finish_reason is FinishReason.STOP and len(completion.token_ids) < 9
+
+
 def test_a_stop_string_that_never_comes(runner: Runner, dense: Dense) -> None:
     """What was held back for it comes out at the end."""
     tokens = dense.generate(FREE.row())
@@ -92,9 +102,8 @@ def test_stop_string_of_one_child_only(runner: Runner, dense: Dense) -> None:
     texts = [text_of(dense.generate(free.row(child))) for child in range(3)]
     stop = next(texts[1][i : i + 3] for i in range(5, 25) if not any(texts[1][i : i + 3] in texts[c] for c in (0, 2)))
     client = Client(runner, TOKENIZER)
-    output = client.generate(ask(free.prompt, temperature=1.0, seed=6, max_tokens=30, ignore_eos=True, n=3, stop=stop))[
-        0
-    ]
+    what = ask(free.prompt, temperature=1.0, seed=6, max_tokens=30, ignore_eos=True, n=3, stop=stop)
+    output = client.generate(what)[0]
     assert [completion.stop_reason for completion in output.outputs] == [None, stop, None]
     assert [completion.text for completion in output.outputs] == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
     client.check_idle()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from jax._src import monitoring  # the public module cannot take a listener off again
 
 from jaxkv.plan import PageWrite, StepPlan
 from jaxkv.runner import Runner
@@ -27,11 +26,11 @@ def compilations() -> Iterator[list[str]]:
         if "/jax/core/compile/" in event:
             found.append(f"{event} {details.get('fun_name', '')}")
 
-    monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         yield found
     finally:
-        monitoring.unregister_event_duration_listener(listen)
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def run_everything(script: Stage) -> None:

@@ -129,24 +129,26 @@ def test_max_len(runner: Runner, dense: Dense) -> None:
     assert tuple(tokens) == dense.generate(r) and len(tokens) == 5
 
 
-def test_done_rows_write_nothing(runner: Runner) -> None:
+def test_done_rows_write_nothing(runner: Runner, dense: Dense) -> None:
     """Not in decode steps nor beside chunks, until the row is set up again."""
-    stage, r = Stage(runner), greedy(max_tokens=4)
+    stage, r = Stage(runner), greedy(stop_ids=(dense.generate(greedy())[3],))
     generate(stage, r)
     stage.place(0, greedy(20))
     before = np.asarray(runner._pool)
-    results = [
-        stage.run(stage.chunk(0), decode=(1,)),
-        stage.run(decode=(1,), steps=8),
-        stage.run(decode=(0, 1), steps=3),
-    ]
+    results = [stage.run(stage.chunk(0), decode=(1,))]
+    results += [stage.run(decode=(1,), steps=8), stage.run(decode=(0, 1), steps=3)]
     assert [result.decode_counts.tolist() for result in results] == [[0], [0], [3, 0]]
     layers = runner.pool_spec.num_layers
     pages = np.concatenate([np.array(stage.pages[1]) + layer * runner.pool_spec.num_pages for layer in range(layers)])
     np.testing.assert_array_equal(np.asarray(runner._pool)[pages], before[pages])
     assert not np.isnan(before[pages]).all()  # the row did write its own
+    for at in (2, 3):
+        stage.prefill(at, greedy(20))
+    stage.run(decode=(0, 2, 3, 1))
     assert runner._state is not None
-    assert runner._state.done[-1], "the null row never wakes up"
+    assert runner._state.done[-1], (
+        "no padding here, but the done row's token went to the null row, which must not wake up"
+    )
 
 
 def test_a_row_is_used_again(runner: Runner, dense: Dense) -> None:

@@ -53,6 +53,13 @@ def test_refused(field: str, value: object) -> None:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
+def test_the_callers_dict_is_not_kept() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
+
+
 def test_unknown_fields_are_errors() -> None:
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=3)  # type: ignore[call-arg]
