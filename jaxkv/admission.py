@@ -26,10 +26,12 @@ def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig)
     num_new = min(params.max_tokens, 1)
     what = f"prompt_len={prompt_len}" + " plus one new token" * num_new
     if prompt_len + num_new > config.max_len:
-        raise RequestError(f"{what} exceeds max_len={config.max_len}; shorten the prompt or raise EngineConfig.max_len")
+        raise RequestError(
+            f"{what} exceeds max_len={config.max_len}; shorten the prompt or raise max_len (or num_pages, if the pool lowered it)"
+        )
     num_pages = -(-(prompt_len + num_new) // config.page_size)
     if num_pages > config.num_pages - 1:
         raise CapacityError(
             f"{what} needs {num_pages} pages of {config.page_size} tokens, the pool has {config.num_pages - 1}; "
-            "shorten the prompt or raise EngineConfig.num_pages"
+            "shorten the prompt or raise num_pages"
         )

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxkv.request import RequestOutput, SamplingParams
 from jaxkv.runner import Runner
 from jaxkv.scheduler import Scheduler, SchedulerStats
 from jaxkv.settings import EngineConfig, Resolved, resolve
+from jaxkv.stream import TextStream
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -116,7 +117,7 @@ class LLM:
         backend = ops.select(mesh.devices.flat[0].platform)
         np_dtype = _resolve_dtype(dtype, source, backend)
         module = load_model(
-            source, family, geometry, dtype=np_dtype, mesh=mesh, unrolled=backend.unrolled, progress=progress
+            source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
         )
         resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
         tokenizer = _load_tokenizer(source)
@@ -201,13 +202,15 @@ class LLM:
             for prompt, one in zip(items, each, strict=True):
                 builders.append(self._submit(prompt, one, priority, cache_salt, timeout_s, stream=False))
             with Progress("generating", total=len(builders), unit="requests", show=progress) as bar:
-                num_done = 0
-                while num_done < len(builders):
+                pending = builders
+                while pending:
+                    before = self._engine.num_unfinished
                     self._engine.step()
                     on_step()
-                    finished = sum(builder.output is not None for builder in builders)
-                    bar.advance(finished - num_done)
-                    num_done = finished
+                    if self._engine.num_unfinished != before or not before:
+                        num_pending = len(pending)
+                        pending = [builder for builder in pending if builder.output is None]
+                        bar.advance(num_pending - len(pending))
         except BaseException:  # also KeyboardInterrupt: pages come back
             self._abort(builders)
             raise
@@ -221,30 +224,19 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
-    ) -> Generator[str, None, None]:
-        """Yields the text of one completion as it grows; the pieces join to `generate`'s text.
+    ) -> TextStream:
+        """An iterator over the text of one completion as it grows; the pieces join to `generate`'s text.
 
-        Closing the generator cancels the request.
+        Closing or dropping it cancels the request.
 
         Raises:
-            RequestError: the request is refused, or asks for several completions. Raised by the call, not by the
-                first piece.
+            RequestError: the request is refused, or asks for several completions.
+            CapacityError: the prompt can never fit.
         """
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
-        return self._pieces(self._submit(prompt, params, priority, cache_salt, timeout_s, stream=True))
-
-    def _pieces(self, builder: OutputBuilder) -> Generator[str, None, None]:
-        try:
-            while builder.output is None:
-                self._engine.step()
-                if piece := builder.take_text():
-                    yield piece
-            if builder.output.outputs[0].error:
-                raise RuntimeError(builder.output.outputs[0].error)
-        finally:
-            self._abort([builder])
+        return TextStream(self._engine, self._submit(prompt, params, priority, cache_salt, timeout_s, stream=True))
 
     def chat(
         self,
@@ -304,7 +296,7 @@ class LLM:
             f"request-{number}",
             self._encode(prompt),
             params,
-            seed=self._seed + number,
+            seed=int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0]),
             priority=priority,
             cache_salt=cache_salt,
             arrival_s=now,

@@ -1,4 +1,4 @@
-"""Engine settings: frozen, keyword-only, with units. `resolve` turns every "auto" into a number once."""
+"""The scheduler's settings: frozen, keyword-only, with units. `settings.resolve` makes them."""
 
 import dataclasses
 

@@ -53,7 +53,7 @@ def convert(
     tokenizer = _tokenizer(source)
     weights_dtype = source.auto_dtype if dtype == "auto" else jax.numpy.dtype(dtype)
     host = Mesh(np.asarray(jax.local_devices(backend="cpu")[:1]), ("tensor",))
-    loaded = load_model(source, family, cfg, dtype=weights_dtype, mesh=host, unrolled=True, progress=progress)
+    loaded = load_model(source, family, cfg, dtype=weights_dtype, mesh=host, per_layer=True, progress=progress)
     save_checkpoint(
         target,
         loaded,

@@ -29,8 +29,11 @@ class Engine:
         self.runner = runner
         self._tokenizer = tokenizer
         self._max_behind = 1 if overlap else 0
-        self._flights: collections.deque[InFlight] = collections.deque()
+        self._flights: collections.deque[tuple[InFlight, float]] = collections.deque()  # with the time of dispatch
         self._builders: dict[str, OutputBuilder] = {}
+        self._finished: collections.deque[Finished] = collections.deque()  # endings no builder has taken in yet
+        self._aborts: collections.deque[str] = collections.deque()  # asked for while a step was running
+        self._is_stepping = False
 
     def add(self, request: Request, prompt: str | None, *, stream: bool = False) -> OutputBuilder:
         """Queues a checked request; its output appears in the returned builder as `step` runs.
@@ -47,9 +50,20 @@ class Engine:
         return builder
 
     def abort(self, request_id: str) -> None:
-        """Cancels a request; its pages are free at once, its partial output completes in the builder."""
+        """Cancels a request; its pages are free at once, its partial output completes in the builder.
+
+        Within a step (a garbage-collected stream may end anywhere) it takes effect at the beginning of the next one.
+        """
+        if self._is_stepping:
+            self._aborts.append(request_id)
+            return
         self.scheduler.abort(request_id)
-        self._finish(self.scheduler.take_finished())
+        self._deliver()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose output is not complete."""
+        return len(self._builders)
 
     @property
     def has_unfinished(self) -> bool:
@@ -57,29 +71,41 @@ class Engine:
 
     def step(self) -> None:
         """Dispatches one step if there is work, and takes in what is ready to be read."""
-        self.scheduler.expire(time.monotonic())
+        self._is_stepping = True
         try:
-            plan = self.scheduler.plan()
-            if plan is not None:
-                self._flights.append(self.runner.dispatch(plan))
-            behind = self._max_behind if plan is not None else 0
-            while len(self._flights) > behind:
-                self._take_in(self.scheduler.commit(self._flights.popleft().result()))
+            self._step()
         except jax.errors.JaxRuntimeError as error:
             self._fail_all(f"the device failed: {error}")
-        except BaseException as error:  # Ctrl-C or a bug, somewhere between planning and committing
+        except BaseException as error:  # Ctrl-C or a bug, somewhere between planning and delivering
             self._fail_all(f"the engine was interrupted: {error!r}")
             raise
-        self._finish(self.scheduler.take_finished())
+        finally:
+            self._is_stepping = False
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
-    def _take_in(self, committed: Committed) -> None:
+    def _step(self) -> None:
+        while self._aborts:
+            self.scheduler.abort(self._aborts.popleft())
+        self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._flights.append((self.runner.dispatch(plan), time.monotonic()))
+        behind = self._max_behind if plan is not None else 0
+        while len(self._flights) > behind:
+            in_flight, dispatched_s = self._flights.popleft()
+            committed = self.scheduler.commit(in_flight.result())
+            self._finished.extend(committed.finished)
+            self._take_in(committed, dispatched_s)
+            self._deliver()
+        self._deliver()
+
+    def _take_in(self, committed: Committed, dispatched_s: float) -> None:
         now = time.monotonic()
         for request_id in committed.admitted:
             if request_id in self._builders:
-                self._builders[request_id].admitted(now)
+                self._builders[request_id].admitted(dispatched_s)
         for scores in committed.scores:
             self._builders[scores.request_id].score(scores)
         for tokens in committed.watched_tokens():
@@ -96,11 +122,13 @@ class Engine:
                 self.scheduler.finish(
                     tokens.request_id, tokens.child, num_output=match.num_tokens, stop_reason=match.stop
                 )
-        self._finish(committed.finished)
 
-    def _finish(self, events: tuple[Finished, ...]) -> None:
+    def _deliver(self) -> None:
+        """Hands endings to their builders; one stays queued until its builder has it."""
+        self._finished.extend(self.scheduler.take_finished())
         now = time.monotonic()
-        for event in events:
+        while self._finished:
+            event = self._finished[0]
             builder = self._builders[event.request_id]
             try:
                 builder.finish(event, now)
@@ -109,13 +137,17 @@ class Engine:
                 builder.finish(event, now)
             if event.is_last:
                 del self._builders[event.request_id]
+            self._finished.popleft()
 
     def _fail_all(self, error: str) -> None:
         """The donated pool is gone, or host and device disagree: end every request, start with an empty pool."""
         log.error("%d request(s) end with an error: %s", len(self._builders), error)
         self._flights.clear()
         self.scheduler.fail_all(error)
-        self._finish(self.scheduler.take_finished())
+        self._deliver()
+        for builder in self._builders.values():  # whose endings were lost on the way
+            builder.end_rest(error, time.monotonic())
+        self._builders.clear()
         self.runner.reset()
 
 

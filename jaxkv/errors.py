@@ -22,3 +22,7 @@ class CheckpointError(JaxkvError):
 
 class ConfigError(JaxkvError, ValueError):
     """An engine setting is impossible or contradicts another one."""
+
+
+class EngineError(JaxkvError):
+    """The engine could not go on with a request that it had accepted."""

@@ -1,6 +1,7 @@
 """Turns what a caller asks for into a `Request`, or refuses it: every check that needs the model or tokenizer."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jaxkv.errors import RequestError
@@ -33,6 +34,7 @@ class Intake:
         Raises:
             RequestError: an id lies outside the vocabulary, a limit is exceeded, or a field needs a tokenizer.
         """
+        _check_envelope(priority, cache_salt, deadline_s)
         self._check_ids("prompt", prompt_token_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -78,3 +80,17 @@ class Intake:
                 text = self.tokenizer.decode(ids)
                 raise RequestError(f"bad_words: {text!r} is {len(ids)} tokens; the limit is {MAX_BAD_WORD_LEN}")
         return sequences
+
+
+def _check_envelope(priority: object, cache_salt: object, deadline_s: object) -> None:
+    """What surrounds the sampling parameters: anything odd here would fail later, inside a step of all requests."""
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority={priority!r} must be a whole number; lower runs first")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt={cache_salt!r} must be text")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt={cache_salt!r} is not valid Unicode") from error
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and math.isfinite(deadline_s)):
+        raise RequestError(f"timeout_s must be a finite number of seconds; the deadline became {deadline_s!r}")

@@ -6,10 +6,11 @@ Axis letters: L layers, P pages, K KV heads, S tokens per page, D head dim, B pa
 """
 
 import dataclasses
+import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.errors import CapacityError, ConfigError
@@ -57,14 +58,21 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
         raise ConfigError(
             f"tensor={mesh.shape['tensor']} does not divide num_kv_heads={spec.num_kv_heads}; use a divisor of it"
         )
+    free = free_memory_bytes(mesh)
+    if spec.pool_bytes > free:  # asked first: a CPU would hand out the memory and be killed on using it
+        raise CapacityError(_too_large(spec, free))
     try:
         return jax.block_until_ready(jnp.zeros(spec.shape, spec.dtype, device=named(mesh, AXES)))
     except jax.errors.JaxRuntimeError as error:
-        free = free_memory_bytes(mesh)
-        raise CapacityError(
-            f"the page pool needs {spec.pool_bytes:,} bytes ({spec.num_pages} pages), {free:,} are free; "
-            f"at most about {free // spec.page_bytes} pages ({free // spec.token_bytes} tokens) would fit"
-        ) from error
+        raise CapacityError(_too_large(spec, free)) from error
+
+
+def _too_large(spec: PoolSpec, free: int) -> str:
+    fits = max(free // spec.page_bytes - 1, 0)
+    return (
+        f"the page pool needs {spec.pool_bytes:,} bytes ({spec.num_pages} pages of {spec.page_bytes:,}), {free:,} are "
+        f"free; at most num_pages={fits}, max_len={fits * spec.page_size} would fit"
+    )
 
 
 def free_memory_bytes(mesh: Mesh) -> int:
@@ -73,9 +81,11 @@ def free_memory_bytes(mesh: Mesh) -> int:
     stats = [device.memory_stats() for device in devices]
     if all(s and "bytes_limit" in s for s in stats):
         return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats) * len(devices)
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no figure of what is free: half of all
 
 
 def copy_pages(pool: jax.Array, pairs: jax.Array, num_layers: int) -> jax.Array:
@@ -83,9 +93,3 @@ def copy_pages(pool: jax.Array, pairs: jax.Array, num_layers: int) -> jax.Array:
     base = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * (pool.shape[0] // num_layers)
     source, target = ((base + pairs[None, :, i]).reshape(-1) for i in (0, 1))
     return pool.at[target].set(pool[source], mode="promise_in_bounds")
-
-
-def read_pages(pool: jax.Array, pages: np.ndarray, num_layers: int) -> jax.Array:
-    """Contents `[L, B, 2, K, S, D]` of `pages` int32 [B]."""
-    base = np.arange(num_layers, dtype=np.int32)[:, None] * (pool.shape[0] // num_layers)
-    return pool[base + pages[None, :]]

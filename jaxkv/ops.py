@@ -19,23 +19,22 @@ class Backend:
     name: str
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., jax.Array] = reference.write_kv
-    unrolled: bool = False  # layers as separate weights and code; else stacked under lax.scan
+    per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
     max_rows: int = 256  # default of LLM.load
     token_budget: int = 1024  # default tokens of a step with chunks
     decode_steps: int = 8  # default tokens a row makes in one device loop
+    min_rows_bf16: int = 1  # smallest decode bucket in bf16
     auto_dtype: np.dtype | None = None  # what dtype="auto" stands for; None: the checkpoint's
     memory_fraction: float = 0.9  # default share of free memory for the page pool
-
-    def min_decode_rows(self, dtype: np.dtype) -> int:
-        """Smallest decode bucket. A one-row bf16 product runs XLA:CPU's scalar path from jaxlib 0.11 on (48 ms against
-        26 ms for two rows, SmolLM2 decode step on AVX2); 0.10 is the other way round (34 against 68 ms), as is f32."""
-        return 2 if self.unrolled and dtype.itemsize == 2 and jax.__version_info__ >= (0, 11) else 1
 
 
 CPU = Backend(
     name="cpu",
-    unrolled=True,  # see models.layers.PerLayer
+    per_layer=True,
+    # A one-row bf16 product runs a scalar loop from jaxlib 0.11 on: 48 ms against 26 ms for two rows (SmolLM2's products
+    # on AVX2); 0.10 is the other way round, 34 against 68 ms.
+    min_rows_bf16=2 if jax.__version_info__ >= (0, 11) else 1,
     max_rows=64,
     token_budget=512,
     decode_steps=8,

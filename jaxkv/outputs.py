@@ -12,6 +12,8 @@ from jaxkv.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON does not have; OpenAI's API and vLLM write the same
 
+_NO_TOKENS = np.zeros(0, np.int32)
+
 
 class CompletionText:
     """The text of one completion while it grows: detokeniser and stop strings, token by token."""
@@ -127,6 +129,7 @@ class OutputBuilder:
             self._first_token_s = self._first_token_s or now_s
         if child.error is None:
             missing = event.token_ids.tolist()[self._fed[event.child] :]  # a request nobody watched was never fed
+            self._fed[event.child] += len(missing)
             piece = child.text.feed(missing) if child.text.match is None else ""
             piece += child.text.finish()
             if event.child == 0 and piece:
@@ -136,6 +139,19 @@ class OutputBuilder:
         self._num_preemptions += event.num_preemptions
         if event.is_last:
             self.output = self._assemble(now_s)
+
+    def end_rest(self, error: str, now_s: float) -> None:
+        """Ends every completion that has not ended, keeping the tokens that were fed as text only."""
+        for index, child in enumerate(self._children):
+            if child.completion is None:
+                child.error = error
+                self.finish(
+                    Finished(
+                        self.request.request_id, index, FinishReason.ERROR, _NO_TOKENS, error=error, is_last=False
+                    ),
+                    now_s,
+                )
+        self.output = self._assemble(now_s)
 
     def take_text(self) -> str:
         """Streamed text of the first completion since the last call."""

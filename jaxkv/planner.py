@@ -149,7 +149,7 @@ class Planner:
             Ending(
                 FinishReason.ERROR,
                 error=f"{num_tokens} tokens need {num_pages} pages of {config.page_size}, the whole pool has "
-                f"{self._memory.num_total}; lower max_tokens or raise EngineConfig.num_pages",
+                f"{self._memory.num_total}; lower max_tokens or raise num_pages",
             ),
         )
 

@@ -1,8 +1,9 @@
-"""What a caller asks for and what comes back. All frozen; validation happens on construction and in `engine.add`."""
+"""What a caller asks for and what comes back. All frozen; validation happens on construction and in `intake`."""
 
 import dataclasses
 import enum
 import math
+from collections.abc import Iterable, Mapping
 
 from jaxkv.errors import RequestError
 
@@ -69,15 +70,21 @@ class SamplingParams:
             set_("bad_words", (self.bad_words,))
         for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
+            if value is None and name != "allowed_token_ids":
+                value = ()
             if value is not None:
+                _require(name, value, isinstance(value, Iterable), "a list")
                 set_(name, tuple(value))
-        if isinstance(self.logit_bias, dict):
+        if self.logit_bias is not None:
+            _require("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping of token ids")
             set_("logit_bias", dict(self.logit_bias))  # the caller may change theirs while the request runs
         self._check()
 
     def _check(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "n"):
             _require(name, getattr(self, name), _is_int(getattr(self, name)), "a whole number")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         for name in (
             "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
         ):  # fmt: skip
@@ -147,7 +154,7 @@ def _require(name: str, value: object, ok: bool, what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One admitted prompt. Built by `engine.add`, which has checked it against model and pool."""
+    """One admitted prompt. Built by `intake.make_request`, which has checked it against the model."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]  # [prompt_len], never empty

@@ -37,6 +37,11 @@ class EngineConfig:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{field}={value!r} must be a whole number >= 1")
+        for field in ("prefix_cache", "overlap"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field}={getattr(self, field)!r} must be True or False")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
         if self.num_pages is not None and self.memory_fraction is not None:
             raise ConfigError("give num_pages or memory_fraction, not both: each decides the size of the pool")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
@@ -65,6 +70,8 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     query_tile = _query_tile(token_budget, max_rows, backend)
     backend = dataclasses.replace(backend, query_tile=query_tile)
     max_len = config.max_len or model.max_len
+    if max_len > model.max_len:
+        log.warning("max_len=%d exceeds the %d positions the model was trained for", max_len, model.max_len)
     spec = PoolSpec(
         num_layers=model.num_layers,
         num_pages=2,
@@ -84,12 +91,12 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         num_pages=spec.num_pages,
         token_budget=token_budget,
         chunk_align=query_tile,
-        decode_steps=config.decode_steps or backend.decode_steps,
+        decode_steps=min(config.decode_steps or backend.decode_steps, fitted),
         prefix_cache=config.prefix_cache,
     )
     buckets = make_buckets(
         max_rows=max_rows,
-        min_rows=min(max_rows, backend.min_decode_rows(dtype)),
+        min_rows=min(max_rows, backend.min_rows_bf16 if dtype.itemsize == 2 else 1),
         token_budget=token_budget,
         query_tile=query_tile,
         max_pages=-(-fitted // spec.page_size),

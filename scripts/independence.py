@@ -23,7 +23,7 @@ import numpy as np
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.bench import workloads
 from jaxkv.bench.measure import UsageProbe
-from jaxkv.replay import RequestLens, replay, standard_allocators
+from jaxkv.bench.replay import RequestLens, replay, standard_allocators
 from jaxkv.sampler import draw_key
 
 TIE = 1e-4  # scores closer than this may come out in either order

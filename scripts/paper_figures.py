@@ -4,7 +4,7 @@
     python scripts/paper_figures.py --num-requests 1000 --memory buddy --png figures.png
 
 Replays the lengths of W4 (`jaxkv.bench.workloads`), or of more requests drawn alike, on the host alone
-(`jaxkv.replay`).
+(`jaxkv.bench.replay`).
 """
 
 import argparse
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.bench import workloads
+from jaxkv.bench.replay import RequestLens, replay, standard_allocators
+from jaxkv.bench.replay_memory import Buddy, FirstFit
+from jaxkv.bench.usage import Usage
 from jaxkv.errors import JaxkvError
-from jaxkv.replay import RequestLens, replay, standard_allocators
-from jaxkv.replay_memory import Buddy, FirstFit
-from jaxkv.usage import Usage
 
 MEMORIES = {"first-fit": FirstFit, "buddy": Buddy}
 # Figure 2: share of KV memory that holds tokens. Figure 13: how many times as many requests paging runs at once

@@ -2,10 +2,10 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from jaxkv.bench.replay import Allocator, PagedAllocator, RequestLens, replay, standard_allocators
+from jaxkv.bench.replay_memory import Buddy, FirstFit, Memory, next_power_of_two
+from jaxkv.bench.usage import Usage, UsageRecord
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.replay import Allocator, PagedAllocator, RequestLens, replay, standard_allocators
-from jaxkv.replay_memory import Buddy, FirstFit, Memory, next_power_of_two
-from jaxkv.usage import Usage, UsageRecord
 
 
 def lens(*pairs: tuple[int, int]) -> list[RequestLens]:

@@ -17,16 +17,16 @@ def config(**changes) -> LlamaConfig:
     return LlamaConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
-def model(cfg: LlamaConfig, *, seed: int = 0, unrolled: bool = True, dtype=jnp.float32) -> Llama:
-    """Random weights, scaled so that logits spread widely; equal for unrolled and stacked layers."""
+def model(cfg: LlamaConfig, *, seed: int = 0, per_layer: bool = True, dtype=jnp.float32) -> Llama:
+    """Random weights, scaled so that logits spread widely; equal for per_layer and stacked layers."""
     rng = np.random.default_rng(seed)
-    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Llama(cfg, dtype, unrolled=True))))
+    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Llama(cfg, dtype, per_layer=True))))
     values = {path: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3 for path, leaf in flat}
-    module = nnx.eval_shape(lambda: Llama(cfg, dtype, unrolled=unrolled))
+    module = nnx.eval_shape(lambda: Llama(cfg, dtype, per_layer=per_layer))
     graph, state = nnx.split(module)
 
     def pick(path: tuple) -> np.ndarray:
-        if unrolled or path[0] != "layers":
+        if per_layer or path[0] != "layers":
             return values[path]
         return np.stack([values[("layers", i, *path[1:])] for i in range(cfg.num_layers)])
 

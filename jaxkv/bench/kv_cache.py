@@ -9,6 +9,7 @@ Time per token and KV memory against context length, as data and as a plot.
 
 import argparse
 import functools
+import importlib.util
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +23,10 @@ from jaxkv import sharding
 from jaxkv.api import LLM
 from jaxkv.bench import workloads
 from jaxkv.bench.conditions import conditions
+from jaxkv.bench.measure import check_fits
 from jaxkv.catalog import open_model
 from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.errors import ConfigError
 from jaxkv.kv_math import format_bytes
 from jaxkv.models.llama import LlamaConfig
 from jaxkv.request import SamplingParams
@@ -33,9 +36,16 @@ _REPEATS = 3
 
 
 def bench(args: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the three ways and, with `args.out`, draws them."""
+    """Runs the three ways and, with `args.out`, draws them.
+
+    Raises:
+        ConfigError: a plot is asked for without matplotlib, or the lengths exceed the model's.
+    """
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--out draws with matplotlib, which is not installed: pip install 'jaxkv[plot]'")
     workload = workloads.equal("kv-cache", 1, args.prompt_len, args.output_len)
     llm = LLM.load(**{**load, "decode_steps": 1, "overlap": False}, warm_up=True)
+    check_fits(workload, llm)
     result = conditions(llm, workload)
     max_len = llm.max_len
     curves = {"paged": _paged(llm, workload.prompts[0], args.output_len)}
@@ -43,7 +53,7 @@ def bench(args: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
     del llm
     source = open_model(load["model"])
     family, cfg = model_config(source)
-    model = load_model(source, family, cfg, dtype=dtype, mesh=sharding.make_mesh(1), unrolled=True)
+    model = load_model(source, family, cfg, dtype=dtype, mesh=sharding.make_mesh(1), per_layer=True)
     curves["contiguous"] = _contiguous(model, cfg, dtype, workload.prompts[0], args.output_len, max_len)
     curves["recompute"] = _recompute(model, cfg, workload.prompts[0], args.output_len)
     result |= {"max_len": max_len, "curves": curves}

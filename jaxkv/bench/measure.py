@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxkv.api import LLM
 from jaxkv.bench.workloads import Workload
+from jaxkv.errors import ConfigError
 from jaxkv.request import SamplingParams
 
 
@@ -37,8 +38,18 @@ class Timing:
         }
 
 
+def check_fits(workload: Workload, llm: LLM) -> None:
+    """Raises ConfigError where a request would be cut short."""
+    longest = max(p + o for p, o in zip(workload.prompt_lens, workload.output_lens, strict=True))
+    if longest > llm.max_len:
+        raise ConfigError(
+            f"the longest request has {longest} tokens, max_len={llm.max_len}; shorten it or raise --max-len"
+        )
+
+
 def time_workload(llm: LLM, workload: Workload) -> Timing:
     """Greedy, end of sequence ignored, so that every engine makes the same number of tokens."""
+    check_fits(workload, llm)
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in workload.output_lens]
     usage = UsageProbe(llm)
     start = time.perf_counter()

@@ -17,6 +17,8 @@ Load = Mapping[str, Any]  # keyword arguments of `LLM.load`, with the model unde
 
 def run(args: argparse.Namespace, load: Load) -> int:
     """Runs the benchmark `args.benchmark` and prints its result. Returns the exit status."""
+    for name in getattr(args, "compare", ()):
+        peers.command(name, load["model"])  # refuses now what would fail after minutes
     result = _BENCHMARKS[args.benchmark](args, load)
     print(json.dumps(result) if args.json else _table(result), flush=True)
     return 0
@@ -48,7 +50,7 @@ def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
         cold.append(time_workload(llm, workload))
         warm.append(time_workload(llm, workload))
     cold_run, warm_run = _median(cold), _median(warm)
-    return {
+    result = {
         **conditions(llm, workload),
         "off": off.summary(),
         "cold": cold_run.summary(),
@@ -57,6 +59,12 @@ def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
         "warm_over_off": round(warm_run.total_s / off.total_s, 3),
         "warm_ttft_over_off": round(warm_run.ttft_s / off.ttft_s, 3),
     }
+    dtype = llm.dtype
+    del llm
+    for name in args.compare:
+        peer = peers.run(name, workload, model=load["model"], dtype=dtype, repeats=args.repeats)
+        result |= {name: peer, f"cold_times_as_fast_as_{name}": round(peer["total_s"] / cold_run.total_s, 2)}
+    return result
 
 
 def _one_workload(workload: Workload, metric: str, args: argparse.Namespace, load: Load) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Fills a model with the weights of a source, straight into the target dtype and sharding.
 
 One layer of one parameter at a time goes to the devices, so that the host never holds the model next to the devices'
-copy. On the CPU, where both are the same memory, XLA takes over the host's arrays as they are (unrolled), or they are
+copy. On the CPU, where both are the same memory, XLA takes over the host's arrays as they are (per layer), or they are
 written into a donated stack (stacked).
 """
 
@@ -45,7 +45,7 @@ def load_model(
     *,
     dtype: np.dtype,
     mesh: Mesh,
-    unrolled: bool,
+    per_layer: bool,
     progress: bool | None = None,
 ) -> nnx.Module:
     """Builds the model with its weights on the devices.
@@ -56,14 +56,14 @@ def load_model(
         cfg: from `model_config`.
         dtype: of all parameters.
         mesh: the parameters' logical axes are laid over it, see `sharding.RULES`.
-        unrolled: one module per layer instead of stacked parameters.
+        per_layer: one module per layer instead of stacked parameters.
         progress: show a bar on stderr; None shows it on a terminal only.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen, unreadable or cut off; the message names them.
         ConfigError: the mesh does not divide the model.
     """
-    graph, abstract = nnx.split(family.build(cfg, dtype, unrolled=unrolled))
+    graph, abstract = nnx.split(family.build(cfg, dtype, per_layer=per_layer))
     leaves = dict(nnx.to_flat_state(abstract))
     targets = sorted(_targets(leaves, mesh), key=lambda target: target.piece.order)
     pieces = [target.piece for target in targets]

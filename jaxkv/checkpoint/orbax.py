@@ -5,7 +5,7 @@
     jaxkv.json                             format, digest of the source
     params/                                Orbax tree: embed, layers/<number>/qkv, ...
 
-Layers are stored one by one, so that a checkpoint fills stacked and unrolled models, on any mesh and in any dtype,
+Layers are stored one by one, so that a checkpoint fills stacked and per-layer models, on any mesh and in any dtype,
 and each device reads what it holds. Chunks are not compressed: bf16 weights shrink by a quarter only, and zstd makes
 saving and loading three times slower.
 """
@@ -47,7 +47,7 @@ def save_checkpoint(
 
     Args:
         target: the folder; it must not exist.
-        model: stacked or unrolled, on any mesh. The layers of a stacked model are copied to the host.
+        model: stacked or per-layer, on any mesh. The layers of a stacked model are copied to the host.
         config: in the words of Hugging Face's config.json.
         generation_config: in the words of generation_config.json.
         digest: names these weights, see `ModelSource.digest`.

@@ -71,6 +71,7 @@ BENCHMARKS = (
             Flag("output_len", 32, "tokens generated for each"),
             _REPEATS,
         ),
+        ("hf",),
         fixes=("prefix_cache",),
     ),
     Benchmark(

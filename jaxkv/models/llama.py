@@ -87,12 +87,12 @@ class LlamaLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Token ids to hidden states and logits. `unrolled` keeps one module per layer, see `layers.run_layers`."""
+    """Token ids to hidden states and logits. `per_layer` keeps one module per layer, see `layers.run_layers`."""
 
-    def __init__(self, cfg: LlamaConfig, dtype: jnp.dtype, *, unrolled: bool):
+    def __init__(self, cfg: LlamaConfig, dtype: jnp.dtype, *, per_layer: bool):
         self.cfg = cfg
         self.embed = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None))
-        if unrolled:
+        if per_layer:
             self.layers: Any = nnx.List([LlamaLayer(cfg, dtype) for _ in range(cfg.num_layers)])
         else:
             self.layers = LlamaLayer(cfg, dtype, (cfg.num_layers,))

@@ -10,7 +10,7 @@ from jaxkv.models.weights import Part, WeightMap, whole
 
 
 def llama_weights(cfg: LlamaConfig) -> WeightMap:
-    """The weight map of `models.llama.Llama`, stacked or unrolled."""
+    """The weight map of `models.llama.Llama`, stacked or per-layer."""
     e, f, v, h = cfg.embed, cfg.ffn, cfg.vocab_size, cfg.num_heads * cfg.head_dim
     attn, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
     params = {

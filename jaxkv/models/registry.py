@@ -22,12 +22,12 @@ class Family:
     architectures: tuple[str, ...]  # values of config.json's `architectures`
     model_types: tuple[str, ...]  # values of config.json's `model_type`
     config_from_hf: Callable[[Mapping[str, Any]], LlamaConfig]
-    module: Callable[..., nnx.Module]  # (cfg, dtype, unrolled=) -> module
+    module: Callable[..., nnx.Module]  # (cfg, dtype, per_layer=) -> module
     weight_map: Callable[[LlamaConfig], WeightMap]
 
-    def build(self, cfg: LlamaConfig, dtype: np.dtype, *, unrolled: bool) -> nnx.Module:
+    def build(self, cfg: LlamaConfig, dtype: np.dtype, *, per_layer: bool) -> nnx.Module:
         """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
-        return nnx.eval_shape(lambda: self.module(cfg, dtype, unrolled=unrolled))
+        return nnx.eval_shape(lambda: self.module(cfg, dtype, per_layer=per_layer))
 
 
 FAMILIES = (

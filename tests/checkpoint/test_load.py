@@ -1,4 +1,4 @@
-"""Loading onto meshes, stacked and unrolled, and the progress bar."""
+"""Loading onto meshes, stacked and per_layer, and the progress bar."""
 
 import io
 from pathlib import Path
@@ -23,10 +23,10 @@ def source(tmp_path: Path) -> HfSource:
     return HfSource(write_hf(tmp_path, config, random_tensors(config)))
 
 
-@pytest.mark.parametrize("unrolled", [True, False])
+@pytest.mark.parametrize("per_layer", [True, False])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_every_parameter_lands_in_its_sharding(source: HfSource, tensor: int, unrolled: bool) -> None:
-    model = load(source, tensor=tensor, unrolled=unrolled, dtype="bfloat16")
+def test_every_parameter_lands_in_its_sharding(source: HfSource, tensor: int, per_layer: bool) -> None:
+    model = load(source, tensor=tensor, per_layer=per_layer, dtype="bfloat16")
     mesh = make_mesh(tensor)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         value: Any = leaf[...]
@@ -38,8 +38,8 @@ def test_every_parameter_lands_in_its_sharding(source: HfSource, tensor: int, un
 def test_stacked_unrolled_and_sharded_models_compute_the_same(source: HfSource) -> None:
     prompt = np.arange(20) * 3 % 96
     expected = logits(load(source), prompt)
-    np.testing.assert_allclose(logits(load(source, unrolled=False), prompt), expected, atol=1e-5)
-    np.testing.assert_allclose(logits(load(source, unrolled=False, tensor=4), prompt), expected, atol=1e-5)
+    np.testing.assert_allclose(logits(load(source, per_layer=False), prompt), expected, atol=1e-5)
+    np.testing.assert_allclose(logits(load(source, per_layer=False, tensor=4), prompt), expected, atol=1e-5)
 
 
 def test_loading_writes_stacks_in_place(source: HfSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_loading_writes_stacks_in_place(source: HfSource, monkeypatch: pytest.Mo
         return made
 
     monkeypatch.setattr(module, "_put_layer", spy)
-    load(source, unrolled=False)
+    load(source, per_layer=False)
     assert pointers[3, 2, 64, 32] and len(pointers[3, 2, 64, 32]) == 1  # gate_up: the one of its shape
 
 
@@ -78,7 +78,7 @@ def test_config_errors_name_the_source(tmp_path: Path) -> None:
 
 def test_progress_is_shown_when_asked_for(source: HfSource, capsys: pytest.CaptureFixture[str]) -> None:
     family, cfg = model_config(source)
-    arguments: dict[str, Any] = {"dtype": np.dtype(np.float32), "mesh": make_mesh(1), "unrolled": True}
+    arguments: dict[str, Any] = {"dtype": np.dtype(np.float32), "mesh": make_mesh(1), "per_layer": True}
     load_model(source, family, cfg, **arguments)
     assert capsys.readouterr().err == ""  # no terminal
     load_model(source, family, cfg, **arguments, progress=True)

@@ -33,10 +33,10 @@ LOADER = """
     source = open_model(model)
     family, cfg = model_config(source)
     if mode == "convert":
-        built = family.build(cfg, np.dtype(dtype), unrolled=True)
+        built = family.build(cfg, np.dtype(dtype), per_layer=True)
     else:
-        unrolled = mode == "unrolled"
-        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), unrolled=unrolled)
+        per_layer = mode == "per_layer"
+        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), per_layer=per_layer)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(built)))
     # of this program alone; `ru_maxrss` would count the parent's memory before exec
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -66,13 +66,13 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("big") / "hf", config, random_tensors(config, BF16))
 
 
-@pytest.mark.parametrize("mode", ["unrolled", "stacked", "convert"])
+@pytest.mark.parametrize("mode", ["per_layer", "stacked", "convert"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_hugging_face(big: Path, dtype: str, mode: str) -> None:
     measure(big, dtype, mode)
 
 
-@pytest.mark.parametrize("mode", ["unrolled", "stacked"])
+@pytest.mark.parametrize("mode", ["per_layer", "stacked"])
 def test_orbax(big: Path, mode: str) -> None:
     folder = big.parent / "orbax"
     if not folder.exists():
@@ -81,7 +81,7 @@ def test_orbax(big: Path, mode: str) -> None:
         measure(folder, dtype, mode)
 
 
-@pytest.mark.parametrize("mode", ["unrolled", "stacked"])
+@pytest.mark.parametrize("mode", ["per_layer", "stacked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_smollm2(smollm2_gguf_path: Path, dtype: str, mode: str) -> None:
     measure(smollm2_gguf_path, dtype, mode)

@@ -41,10 +41,10 @@ def save(target: Path, model: nnx.Module, **changes: Any) -> OrbaxSource:
 def test_any_mesh_and_layout_to_any_other(
     saved: tuple[int, bool], loaded: tuple[int, bool], source: HfSource, tmp_path: Path
 ) -> None:
-    model = load(source, tensor=saved[0], unrolled=saved[1])
+    model = load(source, tensor=saved[0], per_layer=saved[1])
     checkpoint = save(tmp_path / "out", model)
     assert model_config(checkpoint) == model_config(source)
-    again = load(checkpoint, tensor=loaded[0], unrolled=loaded[1])
+    again = load(checkpoint, tensor=loaded[0], per_layer=loaded[1])
     assert_same_params(again, model)
     for path, leaf in nnx.to_flat_state(nnx.state(again)):
         if "kv_heads" in leaf.logical_axes:
@@ -54,9 +54,9 @@ def test_any_mesh_and_layout_to_any_other(
 
 def test_eight_devices(tmp_path: Path) -> None:
     config = hf_config(num_attention_heads=8, num_key_value_heads=8)
-    model = load(HfSource(write_hf(tmp_path / "hf", config, random_tensors(config))), tensor=8, unrolled=False)
+    model = load(HfSource(write_hf(tmp_path / "hf", config, random_tensors(config))), tensor=8, per_layer=False)
     checkpoint = save(tmp_path / "out", model, config=config)
-    assert_same_params(load(checkpoint, tensor=8, unrolled=False), model)
+    assert_same_params(load(checkpoint, tensor=8, per_layer=False), model)
     assert_same_params(load(checkpoint), model)
 
 

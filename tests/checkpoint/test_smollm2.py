@@ -27,7 +27,7 @@ TOP_5 = [  # of the first four steps: id -> log-probability
 
 def test_logits_and_greedy_ids_of_transformers(smollm2_gguf_path: Path) -> None:
     """One pass over prompt and answer: greedy decoding gives these ids if each one is the best after those before."""
-    model = load(open_model(smollm2_gguf_path), unrolled=False)
+    model = load(open_model(smollm2_gguf_path), per_layer=False)
     last = logits(model, PROMPT + GREEDY)[len(PROMPT) - 1 : -1]
     assert last.argmax(axis=-1).tolist() == GREEDY
     logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(last)))

@@ -66,9 +66,9 @@ def write_hf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.n
     return folder
 
 
-def load(source: ModelSource, *, dtype: Any = np.float32, tensor: int = 1, unrolled: bool = True) -> nnx.Module:
+def load(source: ModelSource, *, dtype: Any = np.float32, tensor: int = 1, per_layer: bool = True) -> nnx.Module:
     family, cfg = model_config(source)
-    return load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(tensor), unrolled=unrolled)
+    return load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(tensor), per_layer=per_layer)
 
 
 def params(model: nnx.Module) -> dict[str, np.ndarray]:

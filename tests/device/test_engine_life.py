@@ -10,6 +10,7 @@ from jaxkv import engine as engine_module
 from jaxkv.errors import CapacityError, RequestError
 from jaxkv.request import FinishReason
 from jaxkv.runner import InFlight, Runner
+from jaxkv.stream import TextStream
 from tests.device.dense import Dense
 from tests.device.engine_stage import Bytes, Client, ask, check_tokens, make_tokenizer, only
 from tests.device.stage import MAX_LEN, PAGE, V
@@ -212,6 +213,45 @@ def test_interrupted_step(
     assert builder.output is not None and only(builder.output).finish_reason is FinishReason.ERROR
     client.check_idle()
     check_tokens(client.generate(LONG)[0], LONG, dense)
+    client.check_idle()
+
+
+@pytest.mark.parametrize("method", ["feed", "finish"])
+def test_interrupted_delivery(runner: Runner, dense: Dense, monkeypatch, method: str) -> None:
+    """Ctrl-C while texts are made: no request waits for ever for an ending that was lost on the way."""
+    client = Client(runner)
+    builders = [client.submit(what, stream=True) for what in (LONG, OTHER)]
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builders[0], method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.run(*builders)
+    for builder in builders:
+        assert builder.output is not None and only(builder.output).finish_reason in (*FinishReason,)
+    client.check_idle()
+    check_tokens(client.generate(LONG)[0], LONG, dense)
+    client.check_idle()
+
+
+def test_a_stream_that_is_dropped_cancels(runner: Runner) -> None:
+    """Closed before its first piece, closed later, or garbage-collected in the middle of somebody else's step."""
+    client = Client(runner, make_tokenizer(Bytes()))
+    for num_pieces in (0, 2):
+        stream = TextStream(client.engine, client.submit(LONG, stream=True))
+        for _ in range(num_pieces):
+            next(stream)
+        stream.close()
+        assert list(stream) == []
+        client.check_idle()
+    dropped = [TextStream(client.engine, client.submit(LONG, stream=True))]
+    other = client.submit(OTHER)
+    plan = client.engine.scheduler.plan
+    client.engine.scheduler.plan = lambda: (dropped.clear(), plan())[1]  # type: ignore[method-assign]
+    client.run(other)
+    assert not client.engine.has_unfinished
     client.check_idle()
 
 

@@ -80,11 +80,11 @@ def arguments(runner: Runner, name: str) -> tuple:
     return tokens, tokens, tiles, rows
 
 
-@pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("per_layer", [True, False], ids=["per_layer", "scanned"])
 @pytest.mark.parametrize("name", ["_decode", "_mixed"])
-def test_the_pool_is_never_copied(name: str, unrolled: bool) -> None:
+def test_the_pool_is_never_copied(name: str, per_layer: bool) -> None:
     """Donation took (alias size), no temporary is as large as a layer's share, and no instruction copies the pool."""
-    runner = make_runner(tiny.model(stage.MODEL, unrolled=unrolled))
+    runner = make_runner(tiny.model(stage.MODEL, per_layer=per_layer))
     pool, state = runner._pool, runner._state
     assert pool is not None and state is not None
     compiled = getattr(runner, name).lower(runner._params, pool, state, *arguments(runner, name)).compile()

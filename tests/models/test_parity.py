@@ -52,15 +52,15 @@ def build(changes: dict[str, Any]) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("name", "unrolled"), [(name, i % 2 == 0) for i, name in enumerate(VARIANTS)])
-def test_logits_match_transformers(name: str, unrolled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "per_layer"), [(name, i % 2 == 0) for i, name in enumerate(VARIANTS)])
+def test_logits_match_transformers(name: str, per_layer: bool, tmp_path: Path) -> None:
     theirs = build(VARIANTS[name])
     theirs.save_pretrained(tmp_path)
     prompt = np.random.default_rng(1).integers(0, 99, 70)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
     assert np.abs(expected).max() > 1  # otherwise 1e-4 would say nothing
-    loaded = load(HfSource(tmp_path), unrolled=unrolled)
+    loaded = load(HfSource(tmp_path), per_layer=per_layer)
     np.testing.assert_allclose(logits(loaded, prompt), expected, atol=1e-4, rtol=0)
 
 

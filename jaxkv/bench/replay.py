@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from jaxkv.bench.replay_memory import FirstFit, Memory, next_power_of_two
+from jaxkv.bench.usage import Usage, UsageRecord
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.replay_memory import FirstFit, Memory, next_power_of_two
-from jaxkv.usage import Usage, UsageRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

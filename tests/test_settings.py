@@ -1,0 +1,100 @@
+"""From what was asked for to final numbers, and what memory allows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import kv_pool, ops, sharding
+from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.layers import Rope
+from jaxkv.settings import EngineConfig, resolve
+from tests import tiny
+
+GB = 10**9
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, free: int = GB, **fields):
+    monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda mesh: free)
+    return resolve(EngineConfig(**fields), tiny.config(), jnp.dtype(jnp.float32), sharding.make_mesh(1), ops.CPU)
+
+
+def test_the_pool_takes_its_share_of_free_memory(monkeypatch) -> None:
+    result = resolved(monkeypatch, free=4_000_000, memory_fraction=0.5)
+    page_bytes = 2 * 2 * 2 * 8 * 4 * 16  # K and V, layers, KV heads, head dim, bytes, tokens
+    assert result.pool.page_bytes == page_bytes
+    assert result.pool.num_pages == 2_000_000 // page_bytes
+    assert result.scheduler.num_pages == result.pool.num_pages
+
+
+def test_no_more_pages_than_all_rows_could_use(monkeypatch) -> None:
+    assert resolved(monkeypatch, max_rows=3, max_len=100).pool.num_pages == 3 * 7 + 1
+
+
+def test_max_len_shrinks_to_the_pool(monkeypatch, caplog) -> None:
+    assert resolved(monkeypatch, num_pages=4).scheduler.max_len == 64
+    assert "lowered to 64" in caplog.text
+
+
+def test_a_max_len_beyond_the_trained_one_is_said(monkeypatch, caplog) -> None:
+    assert resolved(monkeypatch, max_len=1000).scheduler.max_len == 1000
+    assert "512 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "tile"), [(None, 64, 32), (79, 64, 16), (64, 64, 1), (47, 16, 32), (31, 16, 16)]
+)
+def test_odd_budgets_choose_a_tile_that_fits(monkeypatch, budget, rows: int, tile: int) -> None:
+    result = resolved(monkeypatch, token_budget=budget, max_rows=rows)
+    assert result.backend.query_tile == result.scheduler.chunk_align == tile
+
+
+def test_odd_sizes_work_or_are_refused(monkeypatch) -> None:
+    result = resolved(monkeypatch, token_budget=2000, page_size=48, max_rows=7)
+    assert result.scheduler.page_size == 48 and result.buckets.decode_rows[-1] == 7
+    with pytest.raises(ConfigError, match="token_budget=5"):
+        resolved(monkeypatch, token_budget=5, max_rows=8)
+    assert resolved(monkeypatch, decode_steps=10**6, max_len=64).scheduler.decode_steps == 64
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_len": 0}, {"num_pages": 2.5}, {"memory_fraction": 1.5}, {"num_pages": 4, "memory_fraction": 0.5},
+     {"seed": None}, {"overlap": "no"}],
+)  # fmt: skip
+def test_impossible_settings_are_refused(fields) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        EngineConfig(**fields)
+
+
+def test_too_little_memory_says_what_is_missing(monkeypatch) -> None:
+    with pytest.raises(CapacityError, match="raise memory_fraction"):
+        resolved(monkeypatch, free=10_000)
+
+
+def test_a_pool_beyond_free_memory_is_refused_with_what_would_fit(monkeypatch) -> None:
+    """Behaviour 37: bytes wanted, bytes free, and the largest sizes that fit."""
+    monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda mesh: 1_000_000)
+    spec = PoolSpec(
+        num_layers=2, num_pages=1000, num_kv_heads=2, page_size=16, head_dim=8, dtype=jnp.dtype(jnp.float32)
+    )
+    with pytest.raises(CapacityError, match=r"4,096,000 bytes.*1,000,000 are free.*num_pages=243, max_len=3888"):
+        kv_pool.allocate(spec, sharding.make_mesh(1))
+
+
+def test_rotary_phases_stay_exact_at_128k() -> None:
+    """Behaviour 39: float32 phases, checked against float64."""
+    rope = Rope(head_dim=128, base=500000.0)
+    positions = np.array([0, 1, 4095, 131071])
+    cos, sin = rope.phases(jnp.asarray(positions, jnp.int32))
+    freq = 500000.0 ** (-np.arange(0, 128, 2) / 128)
+    angle = positions[:, None] * freq[None, :].astype(np.float32).astype(np.float64)
+    assert cos.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(cos)[:, 0], np.cos(angle), atol=0.02)
+    np.testing.assert_allclose(np.asarray(sin)[:3, 0], np.sin(angle)[:3], atol=2e-3)
+
+
+def test_meshes_beyond_the_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"tensor={len(jax.devices()) + 1}"):
+        sharding.make_mesh(len(jax.devices()) + 1)
