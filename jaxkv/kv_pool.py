@@ -30,6 +30,8 @@ class PoolSpec:
     head_dim: int
     dtype: jnp.dtype
 
+    storage_dtype: jnp.dtype  # what the array holds, see the kernels' `storage_dtype`
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.num_layers * self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
@@ -62,7 +64,7 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
     if spec.pool_bytes > free:  # asked first: a CPU would hand out the memory and be killed on using it
         raise CapacityError(_too_large(spec, free))
     try:
-        return jax.block_until_ready(jnp.zeros(spec.shape, spec.dtype, device=named(mesh, AXES)))
+        return jax.block_until_ready(jnp.zeros(spec.shape, spec.storage_dtype, device=named(mesh, AXES)))
     except jax.errors.JaxRuntimeError as error:
         raise CapacityError(_too_large(spec, free)) from error
 

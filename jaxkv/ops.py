@@ -19,6 +19,7 @@ class Backend:
     name: str
     paged_attention: Callable[..., jax.Array] = reference.paged_attention
     write_kv: Callable[..., jax.Array] = reference.write_kv
+    storage_dtype: Callable[[np.dtype], np.dtype] = reference.storage_dtype
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
     max_rows: int = 256  # default of LLM.load

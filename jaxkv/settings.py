@@ -79,6 +79,7 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         page_size=config.page_size,
         head_dim=model.head_dim,
         dtype=dtype,
+        storage_dtype=backend.storage_dtype(dtype),
     )
     spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, max_rows, max_len, mesh, backend))
     fitted = min(max_len, (spec.num_pages - 1) * spec.page_size)

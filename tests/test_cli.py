@@ -18,7 +18,7 @@ from jaxkv import SamplingParams
 from jaxkv.api import LLM, Stats
 from jaxkv.cli import bench, options
 from jaxkv.cli.command import main
-from jaxkv.errors import CapacityError, RequestError
+from jaxkv.errors import CapacityError, EngineError, RequestError
 from jaxkv.request import Completion, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 
 STATS = Stats(
@@ -486,6 +486,21 @@ def test_ctrl_c_stops_the_answer_only(
     assert capsys.readouterr().out == "one two  [stopped]\n"
     assert llm.num_closed == 1
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_failed_answer_leaves_the_conversation(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing() -> Iterator[str]:
+        yield "Hel"
+        llm.pieces = ("Hello",)
+        raise EngineError("the device failed: out of memory")
+
+    llm.pieces = failing()
+    type_in(monkeypatch, "hi\nagain\n")
+    assert main(["chat", "-m", "x"]) == 0
+    assert "the device failed: out of memory" in capsys.readouterr().err
+    assert llm.conversations[-1] == [{"role": "user", "content": "again"}]
 
 
 def test_chat_needs_a_template(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,9 @@ def test_too_little_memory_says_what_is_missing(monkeypatch) -> None:
 def test_a_pool_beyond_free_memory_is_refused_with_what_would_fit(monkeypatch) -> None:
     """Behaviour 37: bytes wanted, bytes free, and the largest sizes that fit."""
     monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda mesh: 1_000_000)
+    dtype = jnp.dtype(jnp.float32)
     spec = PoolSpec(
-        num_layers=2, num_pages=1000, num_kv_heads=2, page_size=16, head_dim=8, dtype=jnp.dtype(jnp.float32)
+        num_layers=2, num_pages=1000, num_kv_heads=2, page_size=16, head_dim=8, dtype=dtype, storage_dtype=dtype
     )
     with pytest.raises(CapacityError, match=r"4,096,000 bytes.*1,000,000 are free.*num_pages=243, max_len=3888"):
         kv_pool.allocate(spec, sharding.make_mesh(1))

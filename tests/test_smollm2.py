@@ -98,6 +98,17 @@ def test_score_gives_the_prompts_own_logprobs(llm: LLM) -> None:
     assert likely.outputs[0].token_ids == ()
 
 
+def test_bfloat16_scores_texts_as_float32_does(llm: LLM) -> None:
+    """Teacher-forced: greedy tokens part after a few steps in bf16, log-probabilities of given tokens stay close."""
+    rough = LLM.load("smollm2", dtype="bfloat16", max_len=256, max_rows=2, num_pages=40, progress=False)
+    prompts = [case["prompt_ids"] + case["greedy_ids"] for case in CASES[:3]]
+    for exact, other in zip(llm.score(prompts), rough.score(prompts), strict=True):
+        assert exact.prompt_logprobs is not None and other.prompt_logprobs is not None
+        gaps = [abs(a.logprob - b.logprob) for a, b in zip(exact.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)]
+        assert sum(gaps) / len(gaps) < 0.1
+        assert max(gaps) < 1.0
+
+
 def test_refused_requests_leave_the_neighbours_alone(llm: LLM) -> None:
     with pytest.raises(RequestError, match="49152"):
         llm.generate(["fine", [1, 2, 49152]], greedy())

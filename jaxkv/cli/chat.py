@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import options
-from jaxkv.errors import RequestError
+from jaxkv.errors import EngineError, RequestError
 from jaxkv.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Conversation:
                     shown.append(piece)
                     if interrupted:
                         break
-            except RuntimeError as error:  # the device failed; the engine goes on
+            except EngineError as error:  # this answer is lost; the engine goes on
                 print(f"\n{error}", file=sys.stderr)
                 return
         print(" [stopped]" if interrupted else "")

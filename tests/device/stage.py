@@ -38,7 +38,8 @@ def make_runner(model: Llama | None = None, *, tensor: int = 1, buckets: Buckets
     cfg = model.cfg
     spec = PoolSpec(
         num_layers=cfg.num_layers, num_pages=sizes.pop("num_pages"), num_kv_heads=cfg.num_kv_heads,
-        page_size=sizes.pop("page_size"), head_dim=cfg.head_dim, dtype=jnp.dtype(jnp.float32),
+        page_size=sizes.pop("page_size"), head_dim=cfg.head_dim,
+        dtype=model.embed[...].dtype, storage_dtype=ops.CPU.storage_dtype(model.embed[...].dtype),
     )  # fmt: skip
     return Runner(
         model, spec, mesh, dataclasses.replace(ops.CPU, query_tile=TILE), buckets,
