@@ -104,7 +104,10 @@ def test_bfloat16_scores_texts_as_float32_does(llm: LLM) -> None:
     prompts = [case["prompt_ids"] + case["greedy_ids"] for case in CASES[:3]]
     for exact, other in zip(llm.score(prompts), rough.score(prompts), strict=True):
         assert exact.prompt_logprobs is not None and other.prompt_logprobs is not None
-        gaps = [abs(a.logprob - b.logprob) for a, b in zip(exact.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)]
+        gaps = [
+            abs(a.logprob - b.logprob)
+            for a, b in zip(exact.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
+        ]
         assert sum(gaps) / len(gaps) < 0.1
         assert max(gaps) < 1.0
 

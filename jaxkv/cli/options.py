@@ -75,7 +75,7 @@ LOAD_OPTIONS = (
     Option("max_rows", "sequences running at once", "N", int),
     Option("page_size", "tokens in a page of the KV cache", "N", int),
     Option("num_pages", "pages in the pool", "N", int),
-    Option("memory_fraction", "share of free memory for the pool, unless --num-pages is given", "F", float),
+    Option("memory_fraction", "share of free memory for the pool; not with --num-pages", "F", float),
     Option("token_budget", "tokens computed in a step with prompt chunks", "N", int),
     Option("decode_steps", "tokens a sequence makes in one device loop", "N", int),
     Option("prefix_cache", "never reuse the pages of equal prompt beginnings", kind="off"),
