@@ -5,10 +5,8 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +14,7 @@ from jaxkv import ops, prefix_cache, sharding
 from jaxkv.catalog import open_model
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
+from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.intake import Intake
@@ -315,15 +314,6 @@ class LLM:
         for builder in builders:
             if builder.output is None:
                 self._engine.abort(builder.request.request_id)
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in `JAXKV_CACHE_DIR` (default `~/.cache/jaxkv`), unless jax is configured otherwise."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
-        folder = Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
-        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:

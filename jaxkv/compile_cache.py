@@ -1,0 +1,50 @@
+"""Compiled programs kept on disk between processes, and kept whole.
+
+jax writes an entry straight into its place, and never writes one that exists, so what a killed process was writing would
+stay broken for good. Each process therefore leaves a marker while it lives; the next one that finds a dead process's
+marker drops every entry written since.
+"""
+
+import atexit
+import contextlib
+import os
+from pathlib import Path
+
+import jax
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in `JAXKV_CACHE_DIR` (default `~/.cache/jaxkv`), unless jax is configured otherwise."""
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    folder = Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv") / "xla"
+    folder.mkdir(parents=True, exist_ok=True)
+    drop_half_written(folder)
+    marker = folder / f"writing-{os.getpid()}"
+    marker.touch()
+    atexit.register(marker.unlink, missing_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def drop_half_written(folder: Path) -> None:
+    """Removes entries that were written since a process began which did not end by itself."""
+    dead = [marker for marker in folder.glob("writing-*") if not _is_alive(int(marker.name.removeprefix("writing-")))]
+    for marker in dead:
+        with contextlib.suppress(FileNotFoundError):  # another process may be doing the same
+            since = marker.stat().st_mtime
+            for entry in folder.glob("*-cache"):
+                if entry.stat().st_mtime >= since:
+                    entry.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
