@@ -88,7 +88,7 @@ def _contiguous(
     cache = jnp.zeros((cfg.num_layers, 2, max_len, cfg.num_kv_heads, cfg.head_dim), dtype)
     cache_bytes = cache.nbytes
     step = _jit_with(model, functools.partial(_contiguous_step, scale=cfg.head_dim**-0.5), donate=True)
-    token = jnp.int32(prompt[0])
+    token = np.int32(prompt[0])
     points = []
     for position in range(len(prompt) + output_len - 1):
         start = time.perf_counter()
@@ -96,7 +96,7 @@ def _contiguous(
         sampled.block_until_ready()
         if position >= len(prompt):
             points.append(_point(position + 1, time.perf_counter() - start, cache_bytes))
-        token = jnp.int32(prompt[position + 1]) if position + 1 < len(prompt) else sampled
+        token = np.int32(prompt[position + 1] if position + 1 < len(prompt) else sampled)  # one kind: one program
     return points
 
 
@@ -182,10 +182,11 @@ def _plot(curves: Mapping[str, list[dict[str, Any]]], path: str, title: str) -> 
     for name, points in curves.items():
         lengths = [point["context_len"] for point in points]
         left.plot(lengths, [point["ms_per_token"] for point in points], label=name)
-        right.plot(lengths, [max(point["kv_bytes"], 1) for point in points], label=name)
+        right.plot(lengths, [point["kv_bytes"] for point in points], label=name)
     left.set(xlabel="context length, tokens", ylabel="ms per token", title="time per token", ylim=(0, None))
-    right.set(xlabel="context length, tokens", title="KV memory", yscale="symlog")
-    right.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)) if value >= 1 else "0")
+    right.set(xlabel="context length, tokens", title="KV memory")
+    right.set_yscale("symlog", linthresh=2**20)
+    right.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)) if value >= 1 else "none")
     left.legend()
     right.legend()
     figure.suptitle(title)
