@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ class LLM:
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
             prefix_cache=prefix_cache, overlap=overlap, seed=seed,
         )  # fmt: skip
-        use_compilation_cache()
+        use_compilation_cache(cache_dir() / "xla")
         source = open_model(model)
         family, geometry = model_config(source)
         mesh = sharding.make_mesh(tensor)
@@ -314,6 +315,11 @@ class LLM:
         for builder in builders:
             if builder.output is None:
                 self._engine.abort(builder.request.request_id)
+
+
+def cache_dir() -> Path:
+    """`JAXKV_CACHE_DIR`, or `~/.cache/jaxkv`."""
+    return Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
 
 
 def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:

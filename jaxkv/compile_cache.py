@@ -13,11 +13,10 @@ from pathlib import Path
 import jax
 
 
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in `JAXKV_CACHE_DIR` (default `~/.cache/jaxkv`), unless jax is configured otherwise."""
+def use_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs in `folder`, unless jax is configured otherwise."""
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
-    folder = Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv") / "xla"
     folder.mkdir(parents=True, exist_ok=True)
     drop_half_written(folder)
     marker = folder / f"writing-{os.getpid()}"
