@@ -33,14 +33,13 @@ class Backend:
 CPU = Backend(
     name="cpu",
     per_layer=True,
-    # A one-row bf16 product runs a scalar loop from jaxlib 0.11 on: 48 ms against 26 ms for two rows (SmolLM2's products
-    # on AVX2); 0.10 is the other way round, 34 against 68 ms.
-    min_rows_bf16=2 if jax.__version_info__ >= (0, 11) else 1,
+    # One-row bf16 products are slow: 18-26 ms against 13 ms for two rows (SmolLM2's products, AVX512-BF16).
+    min_rows_bf16=2,
     max_rows=64,
     token_budget=512,
     decode_steps=8,
     memory_fraction=0.1,
-    auto_dtype=np.dtype(np.float32),  # exact, and faster than bf16 where the CPU has no AVX512-BF16
+    auto_dtype=np.dtype(np.float32),  # exact, and for few rows as fast as bf16
 )
 XLA = Backend(name="xla")
 

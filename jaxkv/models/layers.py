@@ -76,21 +76,36 @@ def read(weight: Weight) -> jax.Array:
     return weight.apply(lambda array: array) if isinstance(weight, PerLayer) else weight
 
 
-def linear(x: jax.Array, weight: Weight, num_in: int = 1) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """Contracts all but the first axis of `x [T, in..]` with the last `num_in` axes of `weight [out.., in..]`.
 
-    Returns `[T, out..]` in x's dtype; float32 is never rounded to bf16 or TF32.
+    Returns `[T, out..]` in `out_dtype`, by default x's; float32 is never rounded to bf16 or TF32.
     """
     if isinstance(weight, PerLayer):
-        return weight.apply(lambda array, x: linear(x, array, num_in), x)
+        # XLA:CPU multiplies bf16 into float32 twice as fast as into bf16 (SmolLM2's products: 13 against 27 ms for 1-2
+        # rows, 20 against 37 ms for 16, with AVX512-BF16).
+        return weight.apply(lambda array, x: linear(x, array, num_in, jnp.dtype(jnp.float32)), x).astype(x.dtype)
     out_shape = weight.shape[:-num_in]
     y = jax.lax.dot_general(
         x.reshape(x.shape[0], -1),
         weight.reshape(math.prod(out_shape), -1),
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
     )
     return y.reshape(-1, *out_shape)
+
+
+def lookup(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Rows `token_ids [T]` of `table [V, E]`.
+
+    A bf16 table is read as bits, because XLA:CPU would convert all of it to float32 first; the barrier keeps XLA from
+    hoisting a copy of the bits out of the decode loop.
+    """
+    if table.dtype != jnp.bfloat16:
+        return table[token_ids]
+    table, token_ids = jax.lax.optimization_barrier((table, token_ids))
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(table, jnp.uint16)[token_ids], jnp.bfloat16)
 
 
 def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:

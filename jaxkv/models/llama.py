@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv.models.layers import Attend, Rope, linear, param, read, rms_norm, rotate, run_layers
+from jaxkv.models.layers import Attend, Rope, linear, lookup, param, read, rms_norm, rotate, run_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,10 @@ class Llama(nnx.Module):
         def body(block: LlamaLayer, layer: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             return block(*carry, layer, phases, attend)
 
-        x, pool = run_layers(self.layers, body, (self.embed[...][token_ids], pool), self.cfg.num_layers)
+        x, pool = run_layers(self.layers, body, (lookup(self.embed[...], token_ids), pool), self.cfg.num_layers)
         return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), pool
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`hidden [T, E]` -> float32 `[T, V]`."""
-        return linear(hidden, self.embed[...] if self.cfg.tied else self.head[...]).astype(jnp.float32)
+        head = self.embed[...] if self.cfg.tied else self.head[...]
+        return linear(hidden, head, out_dtype=jnp.dtype(jnp.float32))

@@ -29,7 +29,7 @@ class Layout:
     min_rows: int  # rows are padded to this many
 
 
-# With AVX-512 BF16, XLA:CPU has a slow path (10x) for one-row products in bf16, and two rows take the fast one.
+# With AVX-512 BF16, XLA:CPU has a slow path for one-row products in bf16, and two rows take the fast one.
 # `contiguous.fastest_layout` measures whether that holds where it runs.
 LAYOUTS = {
     "f32": Layout(dtype="float32", out_first=False, min_rows=1),
@@ -82,7 +82,16 @@ def linear(x: jax.Array, weight: jax.Array, *, out_first: bool, min_rows: int) -
     if num_rows < min_rows:
         x = jnp.pad(x, ((0, min_rows - num_rows), (0, 0)))
     contracting = ((1,), (1,)) if out_first else ((1,), (0,))
-    return jax.lax.dot_general(x, weight, (contracting, ((), ())))[:num_rows]
+    wide = jax.lax.dot_general(x, weight, (contracting, ((), ())), preferred_element_type=jnp.float32)
+    return wide[:num_rows].astype(x.dtype)
+
+
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of table [V, E]; XLA:CPU would convert a bf16 table to float32 first, so its bits are gathered."""
+    if table.dtype != jnp.bfloat16:
+        return table[tokens]
+    table, tokens = jax.lax.optimization_barrier((table, tokens))  # or a copy of the bits is hoisted out of the loop
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(table, jnp.uint16)[tokens], jnp.bfloat16)
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -135,7 +144,7 @@ def _forward(
     num_rows, num_tokens = tokens.shape
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     positions = start + jnp.arange(num_tokens)
-    x = params["embed"][tokens.reshape(-1)]  # [B * T, E]
+    x = lookup(params["embed"], tokens.reshape(-1))  # [B * T, E]
     new_cache = []
     for layer, (keys, values) in zip(params["layers"], cache, strict=True):
         qkv = product(_rms_norm(x, layer["attn_norm"], shape.norm_eps), layer["qkv"])
