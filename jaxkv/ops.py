@@ -14,11 +14,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """How one kind of device runs a step. Kernel signatures: `kernels_pallas.paged_attention.reference`."""
+    """How one kind of device runs a step. The kernel's signature: `kernels_pallas.paged_attention.reference`."""
 
     name: str
-    paged_attention: Callable[..., jax.Array] = reference.paged_attention
-    write_kv: Callable[..., jax.Array] = reference.write_kv
+    paged_attention: Callable[..., tuple[jax.Array, jax.Array]] = reference.paged_attention
     storage_dtype: Callable[[np.dtype], np.dtype] = reference.storage_dtype
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk

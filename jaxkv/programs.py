@@ -19,6 +19,7 @@ from jaxkv.models.layers import Attend
 from jaxkv.ops import Backend
 from jaxkv.row_state import RowParams, RowState, count_tokens
 from jaxkv.sampler import Logprobs
+from kernels_pallas.paged_attention import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def decode(
         step, pool, state, out = carry
         live = ~state.done[rows]
         position = state.position[rows]
-        attend = _attend((_queries(page_table, position[:, None], live[:, None], shape),), shape, ops)
+        attend = _attend((Tiles(page_table, position, live.astype(jnp.int32), width=1),), shape, ops)
         hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
         state, token_ids, logprobs = _sample_and_advance(model.logits(hidden), params, state, rows, position + 1, live)
         out = DecodeOutput(
@@ -97,12 +98,9 @@ def mixed(
     live = ~state.done[rows]
     position = state.position[rows]
     start, length = tiles[:, batch.START], tiles[:, batch.LENGTH]
-    in_tile = jnp.arange(shape.query_tile, dtype=jnp.int32)
-    tile_position = start[:, None] + in_tile[None, :]  # [N, Q]
-    valid = in_tile[None, :] < length[:, None]
-
-    decode_part = _queries(state.page_table[rows], position[:, None], live[:, None], shape)
-    tile_part = _queries(state.page_table[tiles[:, batch.ROW]], tile_position, valid, shape)
+    tile_position = start[:, None] + jnp.arange(shape.query_tile, dtype=jnp.int32)[None, :]  # [N, Q]
+    decode_part = Tiles(state.page_table[rows], position, live.astype(jnp.int32), width=1)
+    tile_part = Tiles(state.page_table[tiles[:, batch.ROW]], start, length, width=shape.query_tile)
     attend = _attend((decode_part, tile_part) if num_rows else (tile_part,), shape, ops)
     hidden, pool = model.hidden(
         jnp.concatenate([state.last_token[rows], token_ids]),
@@ -129,57 +127,13 @@ def _take(params: RowParams, rows: jax.Array) -> RowParams:
     return jax.tree.map(lambda a: a[rows], params)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Queries:
-    """Query tiles of equal width: N tiles of Q tokens. A decode row is a tile of one."""
-
-    page_table: jax.Array  # int32 [N, M]
-    start: jax.Array  # int32 [N]: position of the first query
-    kv_len: jax.Array  # int32 [N]: keys a tile may see; 0 for padding
-    page: jax.Array  # int32 [N, Q]: where each token's K/V go within a layer; the null page for padding
-    offset: jax.Array  # int32 [N, Q]: place within that page
-
-
-def _queries(
-    page_table: jax.Array,  # int32 [N, M]
-    position: jax.Array,  # int32 [N, Q]
-    valid: jax.Array,  # bool [N, Q]: a prefix of each tile
-    shape: StepShape,
-) -> _Queries:
-    index = jnp.minimum(position // shape.page_size, page_table.shape[1] - 1)
-    num_valid = valid.sum(axis=1)
-    return _Queries(
-        page_table=page_table,
-        start=position[:, 0],
-        kv_len=jnp.where(num_valid > 0, position[:, 0] + num_valid, 0),
-        page=jnp.where(valid, jnp.take_along_axis(page_table, index, axis=1), 0),
-        offset=position % shape.page_size,
-    )
-
-
-def _attend(parts: tuple[_Queries, ...], shape: StepShape, ops: Backend) -> Attend:
-    """Attention for tokens that are the parts' queries, one part after the other.
-
-    All K/V are written before anything is read: a write between two reads makes XLA copy the pool.
-    """
-    page = jnp.concatenate([part.page.reshape(-1) for part in parts])
-    offset = jnp.concatenate([part.offset.reshape(-1) for part in parts])
+def _attend(parts: tuple[Tiles, ...], shape: StepShape, ops: Backend) -> Attend:
+    """Attention for tokens that are the parts' tokens, one part after the other."""
 
     def attend(
         layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        first_page = layer * shape.num_pages
-        pool = ops.write_kv(pool, k, v, page + first_page, offset)
-        outs, start = [], 0
-        for part in parts:
-            stop = start + part.page.size
-            tiles = q[start:stop].reshape(*part.page.shape, *q.shape[1:])
-            out = ops.paged_attention(
-                tiles, pool, part.page_table, first_page, part.start, part.kv_len, scale=shape.scale
-            )
-            outs.append(out.reshape(q[start:stop].shape))
-            start = stop
-        return jnp.concatenate(outs), pool
+        return ops.paged_attention(q, k, v, pool, parts, layer * shape.num_pages, scale=shape.scale)
 
     return attend
 

@@ -1,20 +1,22 @@
 """Paged attention in plain jnp: the oracle for the kernels, and what CPUs run.
 
-Axis letters: N query tiles, Q queries of a tile, M pages per tile's row, P pages, S tokens per page, L layers,
+Axis letters: T tokens, N query tiles, Q queries of a tile, M pages per tile's row, P pages, S tokens per page, L layers,
 H query heads, K KV heads, G = H // K, D head dim.
 
 Pool layout: `[L * P, 2, K, S, D]`, K at index 0 and V at 1 of the second axis, heads before tokens, so that a
 gathered page is a ready operand for the dot. A layer's pages start at `layer * P`; its page 0 is the null page:
 writes that must not land go there and nobody reads it.
 
-A bf16 pool is an array of its bits, `BF16_BITS`: XLA:CPU scatters and gathers bf16 as float32, and would convert the
-whole pool to and fro at every write and read (500 ms a token instead of 40).
+bf16 and float8 pools are arrays of their bits (`BITS`): XLA:CPU scatters and gathers bf16 as float32, and would convert
+the whole pool to and fro at every write and read (500 ms a token instead of 40).
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-BF16_BITS = jnp.dtype(jnp.uint16)
+from kernels_pallas.paged_attention.tiles import Tiles, to_stored
 
 NEG_INF = -1e30  # finite: an all-masked tile must not produce NaN
 
@@ -22,10 +24,52 @@ TILE_TOKENS = (
     64  # keys read per iteration: of 64/128/512, 64 was fastest on two AVX2 cores (37/77/179 ms a SmolLM2 step)
 )
 
+BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype(jnp.uint8)}
+VALUES = {bits: dtype for dtype, bits in BITS.items()}
+
 
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """What the array of a pool of `dtype` holds."""
-    return BF16_BITS if dtype == jnp.bfloat16 else dtype
+    return BITS.get(jnp.dtype(dtype), dtype)
+
+
+def paged_attention(
+    q: jax.Array,  # [T, H, D]
+    k: jax.Array,  # [T, K, D]
+    v: jax.Array,  # [T, K, D]
+    pool: jax.Array,  # [L * P, 2, K, S, D], of `storage_dtype`
+    parts: Sequence[Tiles],  # T = the sum of their sizes, one part's tokens after the other's
+    first_page: jax.Array | int,  # int32 []: layer * P
+    *,
+    scale: float,
+    window: jax.Array | int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scale: tuple[float, float] = (1.0, 1.0),
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the tokens' K/V into the pool, then causal attention of each token over its row's keys.
+
+    Args:
+        scale: the scores are `q . k * scale`.
+        window: a token at position i sees keys at positions in `(i - window, i]`; int32 [], may differ between layers.
+        soft_cap: scores become `cap * tanh(score / cap)` (arXiv:2408.00118).
+        sinks: float32 [H]; a further score per head that takes part in the softmax and has no value (arXiv:2309.17453).
+        kv_scale: of K and of V: what is stored is the value divided by it; only for int8 and float8 pools.
+
+    Returns:
+        `[T, H, D]` in q's dtype, anything finite for padding; and the pool. What lies beyond a row's length in its pages, NaN
+        included, does not matter; the null page may hold anything afterwards.
+    """
+    places = [part.places(pool.shape[3]) for part in parts]
+    page, offset = (jnp.concatenate(arrays) for arrays in zip(*places, strict=True))
+    # All are written before any is read: a write between two reads makes XLA copy the pool.
+    pool = write_kv(pool, k, v, page + first_page, offset, kv_scale)
+    outs, begin = [], 0
+    for part in parts:
+        queries = q[begin : begin + part.size].reshape(-1, part.width, *q.shape[1:])
+        outs.append(attend(queries, pool, part, first_page, scale, window, soft_cap, sinks, kv_scale))
+        begin += part.size
+    return jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), pool
 
 
 def write_kv(
@@ -34,42 +78,39 @@ def write_kv(
     v: jax.Array,  # [T, K, D]
     page: jax.Array,  # int32 [T]: absolute page (layer offset included) of each token
     offset: jax.Array,  # int32 [T]: place of the token within its page
+    kv_scale: tuple[float, float] = (1.0, 1.0),
 ) -> jax.Array:
     """The pool with each token's K and V stored at `(page, offset)`; several tokens may go to a null page."""
-    kv = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
-    if pool.dtype == BF16_BITS:
-        kv = jax.lax.bitcast_convert_type(kv.astype(jnp.bfloat16), BF16_BITS)
-    return pool.at[page, :, :, offset].set(kv.astype(pool.dtype), mode="promise_in_bounds")
+    dtype = VALUES.get(pool.dtype, pool.dtype)
+    kv = jnp.stack([to_stored(x, s, dtype) for x, s in zip((k, v), kv_scale, strict=True)], axis=1)  # [T, 2, K, D]
+    if dtype != pool.dtype:
+        kv = jax.lax.bitcast_convert_type(kv, pool.dtype)
+    return pool.at[page, :, :, offset].set(kv, mode="promise_in_bounds")
 
 
-def paged_attention(
+def attend(
     q: jax.Array,  # [N, Q, H, D]
-    pool: jax.Array,  # [L * P, 2, K, S, D], with the queries' own K/V already written
-    page_table: jax.Array,  # int32 [N, M]: pages within the layer
-    first_page: jax.Array | int,  # int32 []: layer * P
-    q_start: jax.Array,  # int32 [N]: position of the tile's first query
-    kv_len: jax.Array,  # int32 [N]: keys that exist for the tile; 0 for a padding tile
-    *,
+    pool: jax.Array,  # [L * P, 2, K, S, D], with the tokens' own K/V already written
+    tiles: Tiles,
+    first_page: jax.Array | int,
     scale: float,
-) -> jax.Array:
-    """Causal attention: query i of tile n sees keys at positions `<= q_start[n] + i` and `< kv_len[n]`.
-
-    Walks each row's pages in tiles with an online softmax in float32 (arXiv:1805.02867, arXiv:2309.06180) and stops at
-    the longest live row. What lies beyond `kv_len` in the pool, NaN included, does not matter.
-
-    Returns:
-        `[N, Q, H, D]` in q's dtype; zeros for padding tiles.
-    """
+    window: jax.Array | int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scale: tuple[float, float],
+) -> jax.Array:  # [N, Q, H, D]
+    """Walks each row's pages in tiles with an online softmax in float32 (arXiv:1805.02867, arXiv:2309.06180), from the
+    first key that any row still sees to the last."""
     num_tiles, num_queries, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = pool.shape
     groups = num_heads // num_kv_heads
-    tile_pages = max(1, min(TILE_TOKENS // page_size, page_table.shape[1]))
+    tile_pages = max(1, min(TILE_TOKENS // page_size, tiles.page_table.shape[1]))
     tile = tile_pages * page_size
-    page_table = _pad_to_multiple(page_table, tile_pages)
+    page_table, kv_len = _pad_to_multiple(tiles.page_table, tile_pages), tiles.kv_len
     # [N, K, G * Q, D]: the queries that share a KV head are the rows of one matmul
-    qk = (q.astype(jnp.float32) * scale).reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim)
+    qk = (q.astype(jnp.float32) * (scale * kv_scale[0])).reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim)
     qk = qk.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, groups * num_queries, head_dim)
-    last_key = jnp.minimum(q_start[:, None] + jnp.arange(num_queries)[None, :], kv_len[:, None] - 1)  # [N, Q]
+    last_key = jnp.minimum(tiles.start[:, None] + jnp.arange(num_queries)[None, :], kv_len[:, None] - 1)  # [N, Q]
     last_key = jnp.tile(last_key, (1, groups))[:, None, :, None]  # [N, 1, G * Q, 1]
 
     def visit(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -80,7 +121,13 @@ def paged_attention(
         keys = _gather(pool, pages, 0)
         values = jnp.where(exists, _gather(pool, pages, 1), 0.0)  # 0 * NaN is NaN
         scores = _batched_dot(qk, keys, 3)  # [N, K, G * Q, tile]
-        scores = jnp.where(position[None, None, None, :] <= last_key, scores, NEG_INF)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        position = position[None, None, None, :]
+        seen = position <= last_key
+        if window is not None:
+            seen &= position > last_key - window
+        scores = jnp.where(seen, scores, NEG_INF)
         new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weight = jnp.exp(scores - new_peak)
         keep = jnp.exp(peak - new_peak)
@@ -89,13 +136,18 @@ def paged_attention(
         return new_peak, total, acc
 
     row = (num_tiles, num_kv_heads, groups * num_queries)
-    start = (
-        jnp.full((*row, 1), NEG_INF / 2, jnp.float32),  # above NEG_INF: masked keys weigh exp(-5e29) = 0
-        jnp.zeros((*row, 1), jnp.float32),
-        jnp.zeros((*row, head_dim), jnp.float32),
-    )
-    _, total, acc = jax.lax.fori_loop(0, (kv_len.max() + tile - 1) // tile, visit, start)
-    out = acc / jnp.where(total == 0, 1.0, total)
+    peak = jnp.full((*row, 1), NEG_INF / 2, jnp.float32)  # above NEG_INF: masked keys weigh exp(-5e29) = 0
+    total = jnp.zeros((*row, 1), jnp.float32)
+    if sinks is not None:  # a key that comes first and adds nothing
+        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, groups), num_queries, axis=1)
+        peak, total = jnp.broadcast_to(sink[None, :, :, None], peak.shape), jnp.ones_like(total)
+    first = 0
+    if window is not None:
+        oldest = jnp.where(kv_len > 0, tiles.start - window + 1, jnp.iinfo(jnp.int32).max)
+        first = jnp.maximum(oldest.min(), 0) // tile
+    start = (peak, total, jnp.zeros((*row, head_dim), jnp.float32))
+    _, total, acc = jax.lax.fori_loop(first, (kv_len.max() + tile - 1) // tile, visit, start)
+    out = acc * kv_scale[1] / jnp.where(total == 0, 1.0, total)
     out = out.reshape(num_tiles, num_kv_heads, groups, num_queries, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(num_tiles, num_queries, num_heads, head_dim).astype(q.dtype)
 
@@ -115,8 +167,8 @@ def _gather(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
         slice_sizes=(1, 1, num_kv_heads, page_size, head_dim),
         mode="promise_in_bounds",
     )  # [N, K, TP, S, D]
-    if pool.dtype == BF16_BITS:
-        gathered = jax.lax.bitcast_convert_type(gathered, jnp.bfloat16)
+    if pool.dtype in VALUES:
+        gathered = jax.lax.bitcast_convert_type(gathered, VALUES[pool.dtype])
     return gathered.astype(jnp.float32).reshape(pages.shape[0], num_kv_heads, -1, head_dim)
 
 

@@ -1,0 +1,107 @@
+"""The paged-attention reference against attention written the obvious way, in float64, one query at a time."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.paged_attention import Tiles, paged_attention, storage_dtype
+from tests.kernels.cases import Case, Shape, check, make_case, tiles_around_pages
+
+attend = jax.jit(paged_attention, static_argnames=("scale", "soft_cap", "kv_scale"), donate_argnums=3)
+
+
+def as_values(q, k, v, pool, *args, **options):
+    """The reference stores bf16 and float8 as bits; the cases speak of values."""
+    bits = storage_dtype(pool.dtype)
+    out, after = attend(q, k, v, pool.view(bits), *args, **options)
+    return out, after.view(pool.dtype)
+
+
+SHAPES = [
+    Shape(page_size=1, num_heads=2, num_kv_heads=2),
+    Shape(page_size=1, num_heads=4, num_kv_heads=1, width=5, dtype="bfloat16"),
+    Shape(page_size=8, num_heads=8, num_kv_heads=1, head_dim=16, width=4, first_page=7),
+    Shape(page_size=8, num_heads=3, num_kv_heads=3, dtype="bfloat16", first_page=100),
+    Shape(page_size=8, num_heads=4, num_kv_heads=2, width=4, window=5),
+    Shape(page_size=8, num_heads=4, num_kv_heads=2, width=4, window=100, soft_cap=0.7, sinks=True),
+    Shape(page_size=16, num_heads=9, num_kv_heads=3, head_dim=64),
+    Shape(page_size=16, num_heads=4, num_kv_heads=2, width=16, first_page=30, window=1),
+    Shape(page_size=16, num_heads=6, num_kv_heads=2, head_dim=64, width=8, dtype="bfloat16", sinks=True),
+    Shape(page_size=16, num_heads=4, num_kv_heads=2, width=8, kv_dtype="int8", kv_scale=(0.03, 0.02)),
+    Shape(page_size=16, num_heads=4, num_kv_heads=2, kv_dtype="float8_e4m3fn", kv_scale=(0.5, 2.0)),
+    Shape(page_size=32, num_heads=5, num_kv_heads=1, head_dim=4, width=3, soft_cap=30.0),
+    Shape(page_size=32, num_heads=14, num_kv_heads=2, head_dim=128, window=37),
+    Shape(page_size=64, num_heads=4, num_kv_heads=4, head_dim=32, width=2, first_page=5),
+    Shape(page_size=64, num_heads=16, num_kv_heads=2, dtype="bfloat16", first_page=3),
+    Shape(page_size=128, num_heads=2, num_kv_heads=1, width=4),  # a page longer than a tile of keys
+    Shape(page_size=48, num_heads=2, num_kv_heads=2),  # a page that does not divide a tile of keys
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_obvious_attention(shape: Shape) -> None:
+    """Tiles and decode rows in one call."""
+    tiles = tiles_around_pages(shape.page_size, shape.width)
+    check(as_values, make_case(shape, tiles, [(70, 1), (0, 1), (0, 0), (shape.page_size, 1)]), shape)
+
+
+def test_only_padding_tiles() -> None:
+    shape = Shape(page_size=8, num_heads=2, num_kv_heads=1, width=2)
+    case = make_case(shape, [(0, 0), (4, 0), (3, 2)])
+    case = dataclasses.replace(case, parts=(dataclasses.replace(case.parts[0], num_tokens=np.zeros(3, np.int32)),))
+    out, _ = as_values(case.q, case.k, case.v, jnp.asarray(case.pool), case.parts, np.int32(0), scale=1.0)
+    assert (np.asarray(out) == 0).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_lies_beyond_does_not_matter(poison: float) -> None:
+    """Not even to the last bit."""
+    shape = Shape(page_size=8, num_heads=4, num_kv_heads=2, width=3)
+    tiles = [(0, 3), (20, 1), (7, 2), (0, 0)]
+    poisoned, clean = (make_case(shape, tiles, poison=value) for value in (poison, 0.0))
+    np.testing.assert_array_equal(check(as_values, poisoned, shape), check(as_values, clean, shape))
+
+
+@pytest.mark.parametrize("scale", [1e6, -1e6])
+def test_large_scores_do_not_overflow(scale: float) -> None:
+    """One key wins outright, whatever the sign and size of the scores."""
+    shape = Shape(page_size=8, num_heads=2, num_kv_heads=2)
+    case = make_case(shape, [(0, 1), (30, 1), (16, 1)])
+    out, pool = as_values(case.q, case.k, case.v, jnp.asarray(case.pool), case.parts, np.int32(0), scale=scale)
+    pool = np.asarray(pool)
+    for n, length in enumerate((1, 31, 17)):
+        table = np.asarray(case.parts[0].page_table)[n]
+        keys, values = (pool[table, which].swapaxes(1, 2).reshape(-1, 2, 8)[:length] for which in (0, 1))
+        scores = np.einsum("hd,shd->hs", case.q[n], keys) * scale
+        np.testing.assert_allclose(np.asarray(out)[n], values[scores.argmax(1), [0, 1]], atol=1e-3, rtol=1e-3)
+
+
+def test_a_tile_does_not_depend_on_its_neighbours() -> None:
+    """Bit for bit: what a row attends to must not change with the batch (a longer neighbour adds masked iterations)."""
+    shape = Shape(page_size=8, num_heads=4, num_kv_heads=2)
+    case = make_case(shape, [(10, 1), (200, 1)])
+
+    def first_row(case: Case) -> np.ndarray:
+        return np.asarray(
+            as_values(case.q, case.k, case.v, jnp.asarray(case.pool), case.parts, np.int32(0), scale=0.3)[0][0]
+        )
+
+    alone = dataclasses.replace(case.parts[0], num_tokens=np.array([1, 0], np.int32))
+    np.testing.assert_array_equal(first_row(case), first_row(dataclasses.replace(case, parts=(alone,))))
+
+
+def test_the_pool_stays_in_place() -> None:
+    pool = jnp.zeros((4096, 2, 2, 8, 8), jnp.float32)
+    kv, q = jnp.zeros((3, 2, 8), jnp.float32), jnp.zeros((3, 4, 8), jnp.float32)
+    ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+    parts = (Tiles(ints((3, 4)), ints(3), jnp.ones(3, jnp.int32), width=1),)
+    memory = attend.lower(q, kv, kv, pool, parts, np.int32(0), scale=1.0).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes
+    assert memory.temp_size_in_bytes < pool.nbytes / 100
+    before = pool.unsafe_buffer_pointer()
+    after = functools.reduce(lambda p, _: attend(q, kv, kv, p, parts, np.int32(0), scale=1.0)[1], range(3), pool)
+    assert after.unsafe_buffer_pointer() == before and pool.is_deleted()
