@@ -20,11 +20,11 @@ from jaxkv.batch import Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_row
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
 from jaxkv.plan import PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
-from jaxkv.programs import DecodeOutput, MixedOutput, StepShape, decode, mixed
+from jaxkv.programs import DecodeOutput, MixedOutput
 from jaxkv.row_state import NO_TOKEN
 from jaxkv.sampler import Logprobs
 from jaxkv.settings import Resolved
-from jaxkv.sharding import named, replicated
+from jaxkv.step_programs import StepPrograms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,37 +74,16 @@ class Runner:
         Raises:
             CapacityError: the pool does not fit.
         """
-        graph, params = nnx.split(model)
         # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
-        self._params, tree = jax.tree.flatten(params)
+        self._params = jax.tree.leaves(nnx.state(model))
         self.mesh, self.backend, self.buckets = mesh, backend, buckets
         self._null_row, self._vocab_size = max_rows, vocab_size
         self.pool_spec = pool_spec
         self._wants_logprobs = np.zeros(max_rows, bool)  # by row
-        self.num_traces: collections.Counter[str] = collections.Counter()  # program name -> times traced
-        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps, scale)
-
-        def with_model(program: Callable[..., Any]) -> Callable[..., Any]:
-            def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: jax.Array) -> Any:
-                model = nnx.merge(graph, jax.tree.unflatten(tree, params))
-                return program(model, pool, state, *args, shape, backend)
-
-            return run
-
-        # Shardings are given and not left to the compiler: one that is spelled differently after a step, though the
-        # same, would compile every program again.
-        pool, same = named(mesh, kv_pool.AXES), replicated(mesh)
-        copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
-        self._decode = self._jit("decode", with_model(decode), donate=(1, 2), out=(pool, same, same))
-        self._mixed = self._jit("mixed", with_model(mixed), donate=(1, 2), out=(pool, same, same))
-        self._set_rows = self._jit("set_rows", row_state.set_rows, donate=(0,), out=same)
-        self._set_pages = self._jit("set_pages", row_state.set_pages, donate=(0,), out=same)
-        self._set_counts = self._jit("set_counts", row_state.set_counts, donate=(0,), out=same)
-        self._copy_pages = self._jit("copy_pages", copy, donate=(0,), out=pool)
-        init = functools.partial(
-            row_state.init_row_state, max_rows, max_pages=-(-max_len // pool_spec.page_size), vocab_size=vocab_size
-        )
-        self._init_state = jax.jit(init, out_shardings=same)
+        self._programs = StepPrograms(
+            model, pool_spec, mesh, backend,
+            max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size, scale=scale,
+        )  # fmt: skip
         self.reset()
 
     @classmethod
@@ -128,15 +107,12 @@ class Runner:
         """An empty pool and no rows: at the start, and after a failed step took the donated ones with it."""
         self._pool = self._state = None  # free the old ones first
         self._pool = kv_pool.allocate(self.pool_spec, self.mesh)
-        self._state = self._init_state()
+        self._state = self._programs.init_state()
 
-    def _jit(self, name: str, function: Callable[..., Any], *, donate: tuple[int, ...], out: Any) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            self.num_traces[name] += 1  # runs when traced only
-            return function(*args)
-
-        counted.__name__ = name  # what profiles and compile logs call it
-        return jax.jit(counted, donate_argnums=donate, out_shardings=out)
+    @property
+    def num_traces(self) -> collections.Counter[str]:
+        """Program name -> times traced."""
+        return self._programs.num_traces
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Enqueues a plan. Returns before it has run."""
@@ -145,14 +121,14 @@ class Runner:
         if plan.chunks:
             assert plan.num_steps == 1
             batch = pack_mixed(plan, self.buckets, self.backend.query_tile, self._null_row)
-            self._pool, self._state, output = self._mixed(
+            self._pool, self._state, output = self._programs.mixed(
                 self._params, self._pool, self._state, batch.token_ids, batch.next_token_ids, batch.tiles,
                 batch.decode_rows,
             )  # fmt: skip
         else:
             batch = None
             rows = pad_rows(plan.decode_rows, fit(len(plan.decode_rows), self.buckets.decode_rows), self._null_row)
-            self._pool, self._state, output = self._decode(
+            self._pool, self._state, output = self._programs.decode(
                 self._params, self._pool, self._state, rows, np.int32(plan.num_steps)
             )
         computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
@@ -166,16 +142,18 @@ class Runner:
         for setups in _rounds(plan.setups, self.buckets.setups):
             size = fit(len(setups), self.buckets.setups)
             rows, params, recent = row_state.pack_setups(list(setups), size, self._null_row, self._vocab_size)
-            self._state = self._set_rows(self._state, rows, params, recent)
+            self._state = self._programs.set_rows(self._state, rows, params, recent)
         for setup in plan.setups:
             self._wants_logprobs[setup.row] = setup.params.logprobs is not None
             if _uses_counts(setup):
-                self._state = self._set_counts(self._state, *self._pack_counts(setup))
+                self._state = self._programs.set_counts(self._state, *self._pack_counts(setup))
         for writes in _rounds(plan.page_writes, self.buckets.page_writes):
             size = fit(len(writes), self.buckets.page_writes)
-            self._state = self._set_pages(self._state, pad_writes(writes, size, self._null_row))
+            self._state = self._programs.set_pages(self._state, pad_writes(writes, size, self._null_row))
         for pairs in _rounds(plan.page_copies, self.buckets.page_copies):
-            self._pool = self._copy_pages(self._pool, pad_pairs(pairs, fit(len(pairs), self.buckets.page_copies)))
+            self._pool = self._programs.copy_pages(
+                self._pool, pad_pairs(pairs, fit(len(pairs), self.buckets.page_copies))
+            )
 
     def _pack_counts(self, setup: RowSetup) -> tuple[np.int32, np.ndarray, np.int32]:
         token_ids = np.full(fit(len(setup.token_ids), self.buckets.count_tokens), NO_TOKEN, np.int32)
@@ -198,35 +176,35 @@ class Runner:
 
         def update(name: str, *args: Any) -> Callable[[], Any]:
             def step() -> Any:
-                self._state = getattr(self, name)(self._state, *args)
+                self._state = getattr(self._programs, name)(self._state, *args)
                 return self._state.done
 
             return step
 
         for size in b.setups:
-            yield update("_set_rows", *row_state.pack_setups([], size, null, self._vocab_size))
+            yield update("set_rows", *row_state.pack_setups([], size, null, self._vocab_size))
         for size in b.page_writes:
-            yield update("_set_pages", pad_writes((), size, null))
+            yield update("set_pages", pad_writes((), size, null))
         for size in b.count_tokens:
-            yield update("_set_counts", np.int32(null), np.full(size, NO_TOKEN, np.int32), np.int32(0))
+            yield update("set_counts", np.int32(null), np.full(size, NO_TOKEN, np.int32), np.int32(0))
         for size in b.page_copies:
             yield functools.partial(self._warm_copy, size)
         for size in b.decode_rows:
             rows = pad_rows(np.zeros(0, np.int32), size, null)
-            yield functools.partial(self._warm_step, "_decode", rows, np.int32(1))
+            yield functools.partial(self._warm_step, "decode", rows, np.int32(1))
         for num_tiles in b.mixed_tiles:
             tokens, tiles = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, 5), np.int32)
             tiles[:, 0] = null
             for size in b.mixed_rows:
                 rows = pad_rows(np.zeros(0, np.int32), size, null)
-                yield functools.partial(self._warm_step, "_mixed", tokens, tokens, tiles, rows)
+                yield functools.partial(self._warm_step, "mixed", tokens, tokens, tiles, rows)
 
     def _warm_copy(self, size: int) -> Any:
-        self._pool = self._copy_pages(self._pool, pad_pairs((), size))
+        self._pool = self._programs.copy_pages(self._pool, pad_pairs((), size))
         return ()
 
     def _warm_step(self, name: str, *args: Any) -> Any:
-        self._pool, self._state, output = getattr(self, name)(self._params, self._pool, self._state, *args)
+        self._pool, self._state, output = getattr(self._programs, name)(self._params, self._pool, self._state, *args)
         return output.counts
 
 
