@@ -152,3 +152,19 @@ def tiles_around_pages(page_size: int, width: int) -> list[tuple[int, int]]:
     ends = [0, 1, 2, size - 1, size, size + 1, 2 * size, 3 * size - 1, 4 * size + 1, 130]
     tiles = [(max(end - width, 0), min(end, width)) for end in ends]
     return tiles + [(end, num) for end, num in ((0, 1), (size, max(width - 1, 1)), (5, 0), (max(size - 1, 0), width))]
+
+
+def cut(case: Case, width: int) -> Case:
+    """The same case with each wider tile cut into several of `width` tokens, as a prefill longer than a tile is."""
+    return dataclasses.replace(case, parts=tuple(_cut(part, width) for part in case.parts))
+
+
+def _cut(part: Tiles, width: int) -> Tiles:
+    if part.width <= width:
+        return part
+    times, remainder = divmod(part.width, width)
+    assert remainder == 0
+    begin = np.arange(times, dtype=np.int32) * width
+    start = (part.start[:, None] + begin).reshape(-1)
+    num_tokens = np.clip(part.num_tokens[:, None] - begin, 0, width).reshape(-1)
+    return Tiles(np.repeat(part.page_table, times, axis=0), start, num_tokens, width=width)  # type: ignore[arg-type]
