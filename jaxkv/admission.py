@@ -32,6 +32,6 @@ def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig)
     num_pages = -(-(prompt_len + num_new) // config.page_size)
     if num_pages > config.num_pages - 1:
         raise CapacityError(
-            f"{what} needs {num_pages} pages of {config.page_size} tokens, the pool has {config.num_pages - 1}; "
+            f"{what} needs {num_pages} pages of {config.page_size} tokens, {config.pool_name} has {config.num_pages - 1}; "
             "shorten the prompt or raise num_pages"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxkv import ops, prefix_cache, sharding
 from jaxkv.catalog import open_model
@@ -18,9 +19,12 @@ from jaxkv.checkpoint.source import ModelSource
 from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, RequestError
+from jaxkv.explain import Explanation, explain_live
 from jaxkv.intake import Intake
+from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import LlamaConfig
 from jaxkv.outputs import OutputBuilder
+from jaxkv.program_cache import ProgramCache
 from jaxkv.progress import Progress
 from jaxkv.request import RequestOutput, SamplingParams
 from jaxkv.runner import Runner
@@ -84,17 +88,18 @@ class LLM:
             dtype: of weights, activations and K/V: "float32", "bfloat16", or "auto" (float32 on CPUs, elsewhere the
                 checkpoint's; bfloat16 for quantised ones).
             max_len: tokens a sequence may hold; None is what the model was trained for.
-            max_rows: sequences running at once.
+            max_rows: sequences running at once; a multiple of `data`.
             page_size: tokens per page.
-            num_pages: pages in the pool; None takes `memory_fraction` of the free memory.
+            num_pages: pages in the pool, a multiple of `data`; None takes `memory_fraction` of the free memory. One
+                sequence lives on one data shard, which has its share of rows and pages.
             memory_fraction: share of free memory for the pool.
-            token_budget: tokens computed in a step with prefill chunks; smaller keeps streams smoother.
+            token_budget: tokens a data shard computes in a step with prefill chunks; smaller keeps streams smoother.
             decode_steps: tokens a sequence makes in one device loop when nothing waits.
             prefix_cache: reuse the pages of equal prompt beginnings.
             overlap: dispatch a step before the previous one was read; never changes the tokens.
             seed: base for requests without a seed of their own.
-            tensor: devices over which weights and K/V heads are split.
-            data: must be 1: splitting rows over devices is not supported yet.
+            tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.
+            data: groups of `tensor` devices, each with all weights, over which the sequences are split.
             warm_up: compile all programs now; otherwise each is compiled when first needed.
             progress: show progress bars on stderr; None shows them on a terminal only.
 
@@ -103,29 +108,36 @@ class LLM:
             ConfigError: a setting is impossible.
             CapacityError: weights or pool do not fit.
         """
-        if data != 1:
-            raise ConfigError(f"data={data}: splitting rows over devices is not supported yet; use data=1 and tensor=N")
         config = EngineConfig(
             max_len=max_len, max_rows=max_rows, page_size=page_size, num_pages=num_pages,
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
             prefix_cache=prefix_cache, overlap=overlap, seed=seed,
         )  # fmt: skip
-        use_compilation_cache(cache_dir() / "xla")
+        keeps_programs = use_compilation_cache(cache_dir() / "xla")
+        mesh = sharding.make_mesh(tensor, data)
         source = open_model(model)
         family, geometry = model_config(source)
-        mesh = sharding.make_mesh(tensor)
-        backend = ops.select(mesh.devices.flat[0].platform)
+        geometry = copy_kv_heads(geometry, tensor)
+        backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
         np_dtype = _resolve_dtype(dtype, source, backend)
         module = load_model(
             source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
         )
         resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
+        programs = _program_cache(geometry, resolved, mesh) if keeps_programs else None
         tokenizer = _load_tokenizer(source)
         llm = cls(
             str(model),
             Engine(
                 Scheduler(resolved.scheduler, _namespace(source, geometry, resolved)),
-                Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim),
+                Runner.build(
+                    module,
+                    resolved,
+                    mesh,
+                    vocab_size=geometry.vocab_size,
+                    head_dim=geometry.head_dim,
+                    cache=programs,
+                ),
                 tokenizer,
                 overlap=overlap,
             ),
@@ -154,13 +166,19 @@ class LLM:
 
     @property
     def num_pages(self) -> int:
-        """Pages sequences can use."""
-        return self._engine.scheduler.config.num_pages - 1
+        """Pages sequences can use, over all data shards."""
+        config = self._engine.scheduler.config
+        return (config.num_pages - 1) * config.num_shards
 
     @property
     def dtype(self) -> str:
         """Of weights, activations and K/V."""
         return self._engine.runner.pool_spec.dtype.name
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Devices along each axis: `data` and `tensor`."""
+        return dict(self._engine.runner.mesh.shape)
 
     def clear_prefix_cache(self) -> None:
         """Forgets every cached page that nobody uses."""
@@ -270,6 +288,22 @@ class LLM:
         """Log-probabilities of the prompts' own tokens, without generating: see `RequestOutput.prompt_logprobs`."""
         return self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=top))
 
+    def explain_cache(self, request: Any, previous: Any = None) -> Explanation:
+        """Why a request missed the prefix cache, or would: runs nothing, changes nothing.
+
+        `print(jaxkv.explain.to_text(explanation))` writes it out.
+
+        Args:
+            request: OpenAI's JSON, `{"messages": [...], "tools": [...], "cache_salt": ...}` or `{"prompt": ...}` (see
+                `jaxkv.explain.parse_ask`), or only the messages, the text or the token ids.
+            previous: the request that ran before, to say where the two differ. None looks the request's pages up in
+                the cache and says how many of them are there now.
+
+        Raises:
+            RequestError: a request is malformed, or the chat template refuses it.
+        """
+        return explain_live(request, previous, scheduler=self._engine.scheduler, intake=self._intake)
+
     def stats(self) -> Stats:
         """Pages, utilisation, reuse, preemptions, steps, compiles."""
         runner = self._engine.runner
@@ -329,6 +363,12 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
     if dtype not in names:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, float32, bfloat16")
     return np.dtype(names[dtype])
+
+
+def _program_cache(geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
+    pool, backend = resolved.pool, resolved.backend
+    facts = (geometry, resolved.scheduler, pool.shape, pool.storage_dtype.name, backend.name, backend.query_tile)
+    return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), dict(mesh.shape), *facts)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 
 
-def use_compilation_cache(folder: Path) -> None:
-    """Keeps compiled programs in `folder`, unless jax is configured otherwise."""
-    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        return
+def use_compilation_cache(folder: Path) -> bool:
+    """Keeps compiled programs in `folder`; False if jax is configured otherwise."""
+    if jax.config.jax_compilation_cache_dir not in (None, str(folder)):  # pyright: ignore[reportAttributeAccessIssue]
+        return False
     folder.mkdir(parents=True, exist_ok=True)
     drop_half_written(folder)
     marker = folder / f"writing-{os.getpid()}"
@@ -25,6 +25,7 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return True
 
 
 def drop_half_written(folder: Path) -> None:

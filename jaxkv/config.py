@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxkv.errors import ConfigError
+from jaxkv.shards import Shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,19 +15,20 @@ class SchedulerConfig:
     """
 
     max_len: int  # tokens a sequence may hold, prompt and output
-    max_rows: int  # sequences running at once
+    max_rows: int  # sequences running at once, over all data shards
     page_size: int  # tokens a page holds
-    num_pages: int  # pages in the pool, including the null page 0
-    token_budget: int  # tokens computed in one step with chunks: decode rows first, then prefill chunks
+    num_pages: int  # pages of a data shard, including its null page 0
+    token_budget: int  # tokens a data shard computes in one step with chunks: decode rows first, then prefill chunks
     chunk_align: int = 1  # a chunk occupies a multiple of this many tokens of the budget (query tile of the kernels)
     decode_steps: int = 1  # tokens a decode row makes in one device loop when nothing waits
     prefix_cache: bool = True
     max_bypass: int = 16  # requests that may overtake a waiting one that does not fit yet
     steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
+    num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
 
     def __post_init__(self) -> None:
-        for field in ("max_len", "max_rows", "page_size", "token_budget", "chunk_align", "decode_steps"):
+        for field in ("max_len", "max_rows", "page_size", "token_budget", "chunk_align", "decode_steps", "num_shards"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be >= 1")
         for field in ("max_bypass", "reserve_steps"):
@@ -36,9 +38,24 @@ class SchedulerConfig:
             raise ConfigError(f"steps_per_priority_level={self.steps_per_priority_level} must be >= 1")
         if self.num_pages < 2:
             raise ConfigError(f"num_pages={self.num_pages} must be >= 2: page 0 is the null page")
-        min_budget = self.max_rows - 1 + self.chunk_align
+        if self.max_rows % self.num_shards:
+            raise ConfigError(
+                f"max_rows={self.max_rows} cannot be split over data={self.num_shards} shards evenly; use a multiple of "
+                f"{self.num_shards}"
+            )
+        num_rows = self.shards.rows_each
+        min_budget = num_rows - 1 + self.chunk_align
         if self.token_budget < min_budget:
             raise ConfigError(
                 f"token_budget={self.token_budget} leaves no room for one chunk tile of {self.chunk_align} tokens "
-                f"next to {self.max_rows - 1} decode rows; raise it to at least {min_budget} or lower max_rows"
+                f"next to {num_rows - 1} decode rows; raise it to at least {min_budget} or lower max_rows"
             )
+
+    @property
+    def pool_name(self) -> str:
+        """What a sequence's pages must fit into, for errors."""
+        return "the whole pool" if self.num_shards == 1 else f"each of the pool's {self.num_shards} data shards"
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.num_shards, self.max_rows // self.num_shards)

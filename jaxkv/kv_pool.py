@@ -1,22 +1,27 @@
 """The page pool: one preallocated, sharded array that every step updates in place.
 
-Layout `[L * P, 2, K, S, D]` (see `kernels_pallas.paged_attention.reference`): layer l's page p is entry `l * P + p`.
+Layout `[L * P, 2, K, S, D]` (see `kernels_pallas.paged_attention.reference`), or what the kernels make of it (`ops`), with
+the same first and third axes: layer l's page p is entry `l * P + p`.
+Data shards have pages of their own, so the whole array is as many of these as there are shards, one after the other.
 
 Axis letters: L layers, P pages, K KV heads, S tokens per page, D head dim, B pages moved at once.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.ops import plain_shape
 from jaxkv.sharding import named
 
-AXES = (None, None, "kv_heads", None, None)
+AXES = ("pages", None, "kv_heads", None, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,30 +29,38 @@ class PoolSpec:
     """Geometry of a pool."""
 
     num_layers: int
-    num_pages: int  # including the null page 0
-    num_kv_heads: int
+    num_pages: int  # of a data shard, including the null page 0
+    num_kv_heads: int  # as stored, copies included
     page_size: int  # tokens
     head_dim: int
     dtype: jnp.dtype
 
     storage_dtype: jnp.dtype  # what the array holds, see the kernels' `storage_dtype`
+    storage_shape: Callable[[int, int, int, int], tuple[int, ...]] = plain_shape  # the kernels' layout, see `ops`
+    num_shards: int = 1  # data shards
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.num_layers * self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+        """Of the whole array, over all devices."""
+        return self._stored(self.num_shards * self.num_layers * self.num_pages)
+
+    def _stored(self, num_pages: int) -> tuple[int, ...]:
+        return self.storage_shape(num_pages, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
     def token_bytes(self) -> int:
         """Bytes a token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.page_bytes // self.page_size
 
     @property
     def page_bytes(self) -> int:
-        return self.token_bytes * self.page_size
+        """Bytes a page takes over all layers, as it is stored."""
+        return self.num_layers * math.prod(self._stored(1)) * self.storage_dtype.itemsize
 
     @property
     def pool_bytes(self) -> int:
-        return self.page_bytes * self.num_pages
+        """Over all devices."""
+        return self.page_bytes * self.num_pages * self.num_shards
 
 
 def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
@@ -70,10 +83,11 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
 
 
 def _too_large(spec: PoolSpec, free: int) -> str:
-    fits = max(free // spec.page_bytes - 1, 0)
+    num_pages = spec.num_pages * spec.num_shards
+    fits = max(free // (spec.page_bytes * spec.num_shards) - 1, 0)  # on a shard
     return (
-        f"the page pool needs {spec.pool_bytes:,} bytes ({spec.num_pages} pages of {spec.page_bytes:,}), {free:,} are "
-        f"free; at most num_pages={fits}, max_len={fits * spec.page_size} would fit"
+        f"the page pool needs {spec.pool_bytes:,} bytes ({num_pages} pages of {spec.page_bytes:,}), {free:,} are "
+        f"free; at most num_pages={fits * spec.num_shards}, max_len={fits * spec.page_size} would fit"
     )
 
 
@@ -91,7 +105,10 @@ def free_memory_bytes(mesh: Mesh) -> int:
 
 
 def copy_pages(pool: jax.Array, pairs: jax.Array, num_layers: int) -> jax.Array:
-    """The pool with page `pairs[:, 1]` a copy of `pairs[:, 0]` (int32 [B, 2]) in every layer; (0, 0) is padding."""
+    """A data shard's pool with page `pairs[:, 1]` a copy of `pairs[:, 0]` (int32 [B, 2]) in every layer.
+
+    (0, 0) is padding.
+    """
     base = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * (pool.shape[0] // num_layers)
     source, target = ((base + pairs[None, :, i]).reshape(-1) for i in (0, 1))
     return pool.at[target].set(pool[source], mode="promise_in_bounds")

@@ -1,5 +1,7 @@
 """How sequences get, share, publish and give back pages: the allocator and the prefix cache behind one door.
 
+Each data shard has its own: page ids, and so what can be shared, mean something on their shard only.
+
 All pages of a sequence's known tokens are taken at once when it gets a row, so a prompt that started can always be
 finished; only decode rows ask for more. There is one way out, `release`, and calling it twice is harmless.
 """
@@ -24,7 +26,7 @@ class Reuse:
 
 
 class Memory:
-    """Pages of all sequences.
+    """Pages of all sequences of a data shard.
 
     Args:
         config: sizes of pool and page; whether prefixes are cached.

@@ -1,8 +1,16 @@
-"""The one table from hardware to kernels; models and scheduler never ask which platform they are on."""
+"""The one table from hardware to kernels; models and scheduler never ask which platform they are on.
+
+`select` picks the back end for a device, `fit` makes sure that it takes the model: what it refuses runs on the XLA
+reference, and the log says why. A kernel's module is imported only where its platform is selected.
+"""
 
 import dataclasses
+import functools
+import importlib
 import logging
+import re
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -13,12 +21,32 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What decides whether a kernel takes a model; heads are one device's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int  # a row may have
+    dtype: np.dtype  # of q, k and v
+    kv_dtype: np.dtype  # of what the pool holds
+
+
+def plain_shape(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, int, int, int, int]:
+    """The reference's `[L * P, 2, K, S, D]`."""
+    return (num_pages, 2, num_kv_heads, page_size, head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """How one kind of device runs a step. The kernel's signature: `kernels_pallas.paged_attention.reference`."""
 
     name: str
     paged_attention: Callable[..., tuple[jax.Array, jax.Array]] = reference.paged_attention
     storage_dtype: Callable[[np.dtype], np.dtype] = reference.storage_dtype
+    storage_shape: Callable[[int, int, int, int], tuple[int, int, int, int, int]] = plain_shape  # of the pool's array
+    refuses: Callable[[Shapes, int], str | None] = lambda shapes, query_tile: None  # why these do not run, if so
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
     max_rows: int = 256  # default of LLM.load
@@ -40,13 +68,74 @@ CPU = Backend(
     memory_fraction=0.1,
     auto_dtype=np.dtype(np.float32),  # exact, and for few rows as fast as bf16
 )
-XLA = Backend(name="xla")
+# Accelerators keep values as they are: the reference's bits are for XLA:CPU.
+XLA = Backend(name="xla", storage_dtype=np.dtype)
 
-TABLE: dict[str, Backend] = {"cpu": CPU}  # platform -> back end; platforms without kernels take XLA
+
+def select(platform: str, device_kind: str = "") -> Backend:
+    """The back end for a jax platform ("cpu", "tpu", "gpu") and a kind of device ("TPU v6 lite", "NVIDIA H200").
+
+    Where there are no kernels it is the XLA reference, and the log says so once.
+    """
+    return _by_platform(platform, device_kind)
 
 
-def select(platform: str) -> Backend:
-    """The back end for a jax platform name ("cpu", "tpu", "gpu"); says so when there are no kernels for it."""
-    if platform not in TABLE:
-        log.warning("no paged-attention kernel for platform %r: using the XLA reference path", platform)
-    return TABLE.get(platform, XLA)
+@functools.cache
+def _by_platform(platform: str, device_kind: str) -> Backend:
+    if platform == "cpu":
+        return CPU
+    if platform == "tpu" and re.search(r"v[2-9]|\d+x", device_kind, re.IGNORECASE):
+        return _tpu(importlib.import_module("kernels_pallas.paged_attention.tpu"))
+    if platform == "gpu" and re.search(_HOPPER, device_kind):
+        return _gpu(importlib.import_module("kernels_pallas.paged_attention.gpu"))
+    log.warning("no paged-attention kernel for %s %r: using the XLA reference path", platform, device_kind)
+    return XLA
+
+
+_HOPPER = r"\bG?H\d+"  # H100, H200, GH200, H20, ...: compute capability 9.0
+
+
+def _tpu(kernel: ModuleType) -> Backend:
+    def refuses(shapes: Shapes, query_tile: int) -> str | None:
+        problem = kernel.Problem(
+            num_tiles=1, width=query_tile, table_pages=shapes.max_pages, num_heads=shapes.num_heads,
+            num_kv_heads=shapes.num_kv_heads, head_dim=shapes.head_dim, page_size=shapes.page_size,
+            dtype=shapes.dtype, pool_dtype=shapes.kv_dtype,
+        )  # fmt: skip
+        return kernel.unsupported(problem)
+
+    return Backend(
+        name="tpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype,
+        storage_shape=kernel.storage_shape, refuses=refuses,
+    )  # fmt: skip
+
+
+def _gpu(kernel: ModuleType) -> Backend:
+    def refuses(shapes: Shapes, query_tile: int) -> str | None:
+        return kernel.supported(
+            compute_capability="9.0", head_dim=shapes.head_dim, page_size=shapes.page_size,
+            num_heads=shapes.num_heads, num_kv_heads=shapes.num_kv_heads, dtype=shapes.dtype,
+            kv_dtype=shapes.kv_dtype,
+        )  # fmt: skip
+
+    return Backend(
+        name="gpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype, refuses=refuses
+    )
+
+
+def fit(backend: Backend, shapes: Shapes) -> Backend:
+    """The back end if it takes the model, maybe with narrower query tiles; else the XLA reference, said once."""
+    reason = backend.refuses(shapes, 1)
+    if reason is not None:
+        _say_refused(backend.name, reason)
+        shared = ("query_tile", "max_rows", "token_budget", "decode_steps", "min_rows_bf16", "memory_fraction")
+        return dataclasses.replace(XLA, **{name: getattr(backend, name) for name in shared})
+    tile = backend.query_tile
+    while backend.refuses(shapes, tile) is not None:  # the width of a tile takes on-chip memory
+        tile //= 2
+    return dataclasses.replace(backend, query_tile=tile)
+
+
+@functools.cache
+def _say_refused(name: str, reason: str) -> None:
+    log.warning("the %s paged-attention kernel does not take this model (%s): using the XLA reference path", name, reason)

@@ -4,7 +4,8 @@ A `StepPlan` says what one step computes; the scheduler writes it, the runner ex
 A plan is small, deterministic and never changed after it was handed over (behaviour 16), so that several hosts can
 run the same plan.
 
-Rows are places in the device-resident row state, `0 .. max_rows - 1`. A row's tokens live on the device: a decode
+Rows are places in the device-resident row state, `0 .. max_rows - 1`. Where they are split over data shards (`shards`), a
+row names its shard, and the pages that stand beside a row are pages of that shard. A row's tokens live on the device: a decode
 step starts from the row's own last token and position, so a plan can be dispatched before the previous step's tokens
 are known. A row that hit a stop id, its token budget or `max_len` on the device is *done*: it yields no tokens and
 writes no K/V in later steps until it is set up again.
@@ -41,6 +42,14 @@ class PageWrite(typing.NamedTuple):
     page: int
 
 
+class PageCopy(typing.NamedTuple):
+    """Page `target` becomes a copy of page `source`; a tuple as `PageWrite` is."""
+
+    row: int  # whose page `target` is
+    source: int
+    target: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
     """A run of known tokens of one row whose K/V are computed in this step (a prefill chunk)."""
@@ -70,7 +79,7 @@ class StepPlan:
     step_id: int
     setups: tuple[RowSetup, ...] = ()
     page_writes: tuple[PageWrite, ...] = ()
-    page_copies: tuple[tuple[int, int], ...] = ()  # (source, target) pages, done before anything is computed
+    page_copies: tuple[PageCopy, ...] = ()  # done before anything is computed; a target is copied to once
     chunks: tuple[Chunk, ...] = ()
     decode_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_decode_rows], by request
     num_steps: int = 1

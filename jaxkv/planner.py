@@ -6,6 +6,9 @@ The order makes room for whoever runs before anybody else gets in (behaviour 12)
        before anything is placed, so a victim never has to be taken out of a half-made plan.
     2. chunks of running sequences that are behind, then of waiting ones, in what is left of the token budget.
     3. if no chunk came of that: as many tokens a decode row as `decode_steps` and free pages allow.
+
+Every data shard has pages and a token budget of its own. A waiting sequence goes where most of it can be reused, then
+where most pages are free; a decode row grows, and preempts, on its own shard.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ import numpy as np
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.memory import Reuse
-from jaxkv.plan import Chunk, PageWrite, RowSetup, StepPlan
+from jaxkv.plan import Chunk, PageCopy, PageWrite, RowSetup, StepPlan
 from jaxkv.queue import Verdict
 from jaxkv.request import FinishReason
 from jaxkv.roster import Roster
@@ -49,16 +52,17 @@ class Planner:
         self._config = config
         self._roster = roster
         self._rows = roster.rows
-        self._memory = roster.memory
+        self._memories = roster.memories
+        self._shards = config.shards
         self._step_id = step_id
         self._committed_id = committed_id
-        self._budget = config.token_budget
+        self._budgets = [config.token_budget] * config.num_shards  # tokens left on each
         self._setups: list[RowSetup] = []
         self._writes: list[PageWrite] = []
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[PageCopy] = []
         self._chunks: list[Chunk] = []
         self._chunked: dict[Sequence, int] = {}  # -> position after its chunk
-        self._filling: dict[bytes, Sequence] = {}  # keys of the pages that this plan's chunks fill
+        self._filling: dict[tuple[int, bytes], None] = {}  # (shard, key) of the pages that this plan's chunks fill
         self._admitted: list[str] = []
         self._refused_for_pages_only = True
 
@@ -67,7 +71,8 @@ class Planner:
         behind, max_steps = self._rows.behind(), self._config.decode_steps
         batch, num_steps = self._reserve(self._rows.decode_batch(), 1 if behind or self._may_admit() else max_steps)
         if behind or self._may_admit():  # asked again: a preemption made room, maybe for others
-            self._budget -= len(batch)
+            for shard, num in enumerate(self._shards.sums(batch.rows, np.ones_like(batch.rows))):
+                self._budgets[shard] -= num
             for seq in behind:
                 if seq.is_placed:  # not preempted just now
                     self._add_chunk(seq)
@@ -110,59 +115,61 @@ class Planner:
             num_steps = min(num_steps, max(batch.max_remaining(), 1))
         while True:
             lacking = batch.pages_lacking(num_steps, self._config.page_size)
-            num_lacking = int(lacking.sum())
-            if num_lacking <= self._memory.num_available:
-                if num_lacking:
+            num_lacking = self._shards.sums(batch.rows, lacking)
+            short = [shard for shard, num in enumerate(num_lacking) if num > self._memories[shard].num_available]
+            if not short:
+                if any(num_lacking):
                     self._grow(batch.rows, lacking, num_lacking)
                 return batch, num_steps
             if num_steps > 1:
                 num_steps //= 2
             else:
-                batch = self._make_room(batch)
+                batch = self._make_room(batch, short[0])
 
-    def _grow(self, rows: np.ndarray, lacking: np.ndarray, num_lacking: int) -> None:
-        new_pages = iter(self._memory.take(num_lacking))
+    def _grow(self, rows: np.ndarray, lacking: np.ndarray, num_lacking: list[int]) -> None:
+        new_pages = [iter(memory.take(num)) for memory, num in zip(self._memories, num_lacking, strict=True)]
         grown = np.flatnonzero(lacking)
         rows, lacking = rows[grown], lacking[grown]
         for row, num, seq in zip(rows.tolist(), lacking.tolist(), self._rows.sequences[rows], strict=True):
-            pages = seq.pages
+            pages, of_shard = seq.pages, new_pages[self._shards.of(row)]
             for _ in range(num):
-                page = next(new_pages)
+                page = next(of_shard)
                 self._writes.append(PageWrite(row, len(pages), page))
                 pages.append(page)
         self._rows.capacity[rows] += lacking * self._config.page_size
 
-    def _make_room(self, batch: DecodeBatch) -> DecodeBatch:
-        """Preempts the worst sequence; a sole one ends, unless tokens in flight may end it by themselves."""
-        victim = self._roster.worst()
+    def _make_room(self, batch: DecodeBatch, shard: int) -> DecodeBatch:
+        """Preempts the shard's worst sequence; a sole one ends, unless tokens in flight may end it by themselves."""
+        victim = self._roster.worst_on(shard)
         row = victim.row
-        if self._rows.num_placed > 1:
+        if self._rows.num_placed_on(shard) > 1:
             self._roster.preempt(victim)
         elif self._rows.last_step[row] <= self._committed_id:
             self._end_for_lack_of_pages(victim, victim.num_computed + 1)
         return batch.select(batch.rows != row)
 
     def _end_for_lack_of_pages(self, seq: Sequence, num_tokens: int) -> None:
-        config, num_pages = self._config, self._memory.num_pages(num_tokens)
+        config, memory = self._config, self._memories[0]  # they are all alike
         self._roster.end(
             seq,
             Ending(
                 FinishReason.ERROR,
-                error=f"{num_tokens} tokens need {num_pages} pages of {config.page_size}, the whole pool has "
-                f"{self._memory.num_total}; lower max_tokens or raise num_pages",
+                error=f"{num_tokens} tokens need {memory.num_pages(num_tokens)} pages of {config.page_size}, "
+                f"{config.pool_name} has {memory.num_total}; lower max_tokens or raise num_pages",
             ),
         )
 
     # --- chunks ------------------------------------------------------------------------------------------------------
 
-    def _room(self) -> int:
-        """Tokens the next chunk may have: what is left of the budget, in whole tiles."""
-        return max(self._budget, 0) // self._config.chunk_align * self._config.chunk_align
+    def _room(self, shard: int) -> int:
+        """Tokens the next chunk on a shard may have: what is left of its budget, in whole tiles."""
+        return max(self._budgets[shard], 0) // self._config.chunk_align * self._config.chunk_align
 
     def _add_chunk(self, seq: Sequence) -> None:
         """Computes as many of the tokens that `seq` lacks as the budget allows."""
         row, start, num_tokens = seq.row, seq.num_computed, seq.num_tokens
-        end = min(num_tokens, start + self._room())
+        shard = self._shards.of(row)
+        end = min(num_tokens, start + self._room(shard))
         if end == start:
             return
         is_last = end == num_tokens
@@ -179,8 +186,9 @@ class Planner:
             )
         )
         self._chunked[seq] = end
-        self._filling.update(dict.fromkeys(self._memory.keys_filled(seq, start, end), seq))
-        self._budget -= -(-(end - start) // self._config.chunk_align) * self._config.chunk_align
+        keys = self._memories[shard].keys_filled(seq, start, end)
+        self._filling.update(dict.fromkeys((shard, key) for key in keys))
+        self._budgets[shard] -= -(-(end - start) // self._config.chunk_align) * self._config.chunk_align
         self._rows.computed[row] = end
         self._rows.last_step[row] = self._step_id
         if samples:
@@ -189,7 +197,7 @@ class Planner:
     # --- waiting sequences -------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        return len(self._roster.waiting) > 0 and self._rows.num_free > 0 and not self._roster.is_stalled
+        return len(self._roster.waiting) > 0 and self._rows.any_free and not self._roster.is_stalled
 
     def _admit_waiting(self) -> None:
         if not self._may_admit():
@@ -198,21 +206,23 @@ class Planner:
         self._roster.is_stalled = self._refused_for_pages_only
 
     def _admit(self, seq: Sequence) -> Verdict:
-        if self._rows.num_free == 0 or self._room() == 0:
+        shards = [shard for shard in range(self._shards.num) if self._rows.num_free_on(shard) and self._room(shard)]
+        if not shards:
             self._refused_for_pages_only = False
             return Verdict.CLOSED
         if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
-        if self._memory.num_pages(seq.num_tokens) > self._memory.num_total:
+        if self._memories[0].num_pages(seq.num_tokens) > self._memories[0].num_total:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
-        reuse = self._memory.find_reuse(seq, self._parent_to_fork(seq))
-        if self._is_worth_waiting(seq, reuse):
+        offers = self._offers(seq, shards)
+        if self._is_worth_waiting(seq, *offers[0]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
         is_first = seq.child == 0 and seq.cached_tokens is None
-        if not self._roster.try_place(seq, reuse):
+        reuse = next((reuse for shard, reuse in offers if self._roster.try_place(seq, shard, reuse)), None)
+        if reuse is None:
             return Verdict.NOT_YET
         self._refused_for_pages_only = False
         if is_first:
@@ -221,6 +231,13 @@ class Planner:
         self._add_chunk(seq)
         return Verdict.ADMITTED
 
+    def _offers(self, seq: Sequence, shards: list[int]) -> list[tuple[int, Reuse]]:
+        """What `seq` could reuse on each of the shards; the most first, then where most pages are free."""
+        parent = self._parent_to_fork(seq)
+        home = None if parent is None else self._shards.of(parent.row)
+        offers = [(shard, self._memories[shard].find_reuse(seq, parent if shard == home else None)) for shard in shards]
+        return sorted(offers, key=lambda offer: (-offer[1].num_tokens, -self._memories[offer[0]].num_available))
+
     def _parent_to_fork(self, seq: Sequence) -> Sequence | None:
         """Child 0, if the whole prompt is in its pages before this step starts, and `seq` has made nothing yet."""
         parent = seq.parent
@@ -228,9 +245,9 @@ class Planner:
             return None
         return parent if parent.num_computed >= seq.prompt_len else None
 
-    def _is_worth_waiting(self, seq: Sequence, reuse: Reuse) -> bool:
+    def _is_worth_waiting(self, seq: Sequence, shard: int, reuse: Reuse) -> bool:
         """Another sequence fills the next page that `seq` lacks in this very plan: one step later it can be shared."""
-        return reuse.next_key in self._filling and seq.num_bypassed < self._config.max_bypass
+        return (shard, reuse.next_key) in self._filling and seq.num_bypassed < self._config.max_bypass
 
     def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
         request, row = seq.request, seq.row
@@ -249,7 +266,7 @@ class Planner:
         )
         self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
         if reuse.copy_from is not None:
-            self._copies.append((reuse.copy_from, seq.pages[len(reuse.pages)]))
+            self._copies.append(PageCopy(row, reuse.copy_from, seq.pages[len(reuse.pages)]))
 
 
 def _next_token_ids(seq: Sequence, start: int, end: int) -> np.ndarray:

@@ -4,17 +4,22 @@
 it is the *prefill* program); `decode` makes up to `num_steps` tokens per row in one `lax.while_loop`, stop detection
 included.
 
+Everything here is written for one data shard: its rows, its pages. Shards only agree on how long they go on
+(`sharding.any_data_shard`).
+
 Axis letters: T tokens, N query tiles, Q tokens per tile, R decode rows, M pages per row, P pages, S tokens per page,
 E embed, H query heads, K KV heads, D head dim, V vocabulary.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxkv import batch, sampler
+from jaxkv import batch, kv_pool, sampler, sharding
 from jaxkv.models.layers import Attend
 from jaxkv.ops import Backend
 from jaxkv.row_state import RowParams, RowState, count_tokens
@@ -53,32 +58,36 @@ class DecodeOutput:
 def decode(
     model: Any, pool: jax.Array, state: RowState, rows: jax.Array, num_steps: jax.Array, shape: StepShape, ops: Backend
 ) -> tuple[jax.Array, RowState, DecodeOutput]:
-    """Up to `num_steps` (int32 [], <= max_steps) tokens for each of `rows` int32 [R]; ends early when all are done."""
+    """Up to `num_steps` (int32 [], <= max_steps) tokens for each of `rows` int32 [R].
+
+    Ends early when all rows are done, on all data shards.
+    """
     params = _take(state.params, rows)
     page_table = state.page_table[rows]
     num_rows = rows.shape[0]
     empty = jax.tree.map(lambda a: jnp.zeros((shape.max_steps, *a.shape), a.dtype), sampler.no_logprobs(num_rows))
     out = DecodeOutput(jnp.zeros((shape.max_steps, num_rows), jnp.int32), jnp.zeros(num_rows, jnp.int32), empty)
 
-    def running(carry: tuple[jax.Array, jax.Array, RowState, DecodeOutput]) -> jax.Array:
-        step, _, state, _ = carry
-        return (step < num_steps) & ~state.done[rows].all()
+    def is_running(step: jax.Array, state: RowState) -> jax.Array:
+        return sharding.any_data_shard((step < num_steps) & ~state.done[rows].all())
 
-    def one_token(carry: tuple[jax.Array, jax.Array, RowState, DecodeOutput]):
-        step, pool, state, out = carry
+    def one_token(carry: tuple[jax.Array, jax.Array, jax.Array, RowState, DecodeOutput]):
+        step, _, pool, state, out = carry
         live = ~state.done[rows]
         position = state.position[rows]
         attend = _attend((Tiles(page_table, position, live.astype(jnp.int32), width=1),), shape, ops)
         hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
-        state, token_ids, logprobs = _sample_and_advance(model.logits(hidden), params, state, rows, position + 1, live)
+        logits = _logits(model, hidden)
+        state, token_ids, logprobs = _sample_and_advance(logits, params, state, rows, position + 1, live)
         out = DecodeOutput(
             out.token_ids.at[step].set(token_ids),
             out.counts + live.astype(jnp.int32),
             jax.tree.map(lambda all_, new: all_.at[step].set(new), out.logprobs, logprobs),
         )
-        return step + 1, pool, state, out
+        return step + 1, is_running(step + 1, state), pool, state, out
 
-    _, pool, state, out = jax.lax.while_loop(running, one_token, (jnp.int32(0), pool, state, out))
+    start = (jnp.int32(0), is_running(jnp.int32(0), state), pool, state, out)
+    _, _, pool, state, out = jax.lax.while_loop(lambda carry: carry[1], one_token, start)
     return pool, state, out
 
 
@@ -115,7 +124,7 @@ def mixed(
     all_rows = jnp.concatenate([rows, tiles[:, batch.ROW]])
     all_live = jnp.concatenate([live, samples])
     new_position = jnp.concatenate([position + 1, start + length])
-    logits = model.logits(jnp.concatenate([hidden[:num_rows], ends]))
+    logits = _logits(model, jnp.concatenate([hidden[:num_rows], ends]))
     state, sampled, logprobs = _sample_and_advance(
         logits, _take(state.params, all_rows), state, all_rows, new_position, all_live
     )
@@ -127,13 +136,24 @@ def _take(params: RowParams, rows: jax.Array) -> RowParams:
     return jax.tree.map(lambda a: a[rows], params)
 
 
+def _logits(model: Any, hidden: jax.Array) -> jax.Array:
+    """float32 [N, V], on every tensor shard: one collective here, instead of many in the branches of the sampler."""
+    return sharding.whole(model.logits(hidden))
+
+
 def _attend(parts: tuple[Tiles, ...], shape: StepShape, ops: Backend) -> Attend:
-    """Attention for tokens that are the parts' tokens, one part after the other."""
+    """Attention for tokens that are the parts' tokens, one part after the other; the kernel sees local heads only."""
+    heads, pages = sharding.spec(None, "kv_heads"), sharding.spec(None, *kv_pool.AXES[1:])
+    kernel = sharding.on_tensor_shards(
+        functools.partial(ops.paged_attention, scale=shape.scale),
+        in_specs=(heads, heads, heads, pages, P(), P()),
+        out_specs=(heads, pages),
+    )
 
     def attend(
         layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return ops.paged_attention(q, k, v, pool, parts, layer * shape.num_pages, scale=shape.scale)
+        return kernel(q, k, v, pool, parts, layer * shape.num_pages)
 
     return attend
 
@@ -168,12 +188,13 @@ def _sample_and_advance(
 def _score_prompts(model: Any, hidden: jax.Array, next_token_ids: jax.Array, wanted: jax.Array) -> Logprobs:
     """Raw log-probabilities [N * Q] of `next_token_ids` for tiles that want them; one tile's logits at a time."""
     num_tiles, num_queries, _ = hidden.shape
+    wanted = sharding.any_data_shard(wanted)
 
     def score(tile: tuple[jax.Array, jax.Array, jax.Array]) -> Logprobs:
         tile_hidden, ids, want = tile
         return jax.lax.cond(
             want,
-            lambda: sampler.logprobs_of(model.logits(tile_hidden), ids, jnp.ones(num_queries, bool)),
+            lambda: sampler.logprobs_of(_logits(model, tile_hidden), ids, jnp.ones(num_queries, bool)),
             lambda: sampler.no_logprobs(num_queries),
         )
 

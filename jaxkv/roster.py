@@ -27,10 +27,10 @@ class Roster:
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._finished: list[Finished] = []
-        self.memory = Memory(config, namespace)
+        self.memories = [Memory(config, namespace) for _ in range(config.num_shards)]
         self.waiting = WaitingQueue(config.max_bypass)
         self.rows = Rows(
-            max_rows=config.max_rows, max_len=config.max_len, page_size=config.page_size, max_steps=config.decode_steps
+            config.shards, max_len=config.max_len, page_size=config.page_size, max_steps=config.decode_steps
         )
         # Whoever waits was refused for lack of pages, and none came back since: no use asking again.
         self.is_stalled = False
@@ -78,22 +78,26 @@ class Roster:
             if child.ending is None:
                 self._queue(child)
 
-    def try_place(self, seq: Sequence, reuse: Reuse) -> bool:
+    def memory_of(self, seq: Sequence) -> Memory:
+        """Where a running sequence's pages are."""
+        return self.memories[self.rows.shards.of(seq.row)]
+
+    def try_place(self, seq: Sequence, shard: int, reuse: Reuse) -> bool:
         """Gives a waiting sequence pages and a row, if there is room; the queue lets go of it by itself."""
         # Running rows must be able to grow for a while, else the newcomer would be thrown out again at once.
-        keep_free = -(-self.rows.num_placed * self._config.reserve_steps // self._config.page_size)
-        if not self.memory.try_attach(seq, reuse, keep_free):
+        keep_free = -(-self.rows.num_placed_on(shard) * self._config.reserve_steps // self._config.page_size)
+        if not self.memories[shard].try_attach(seq, reuse, keep_free):
             return False
-        self.rows.place(seq, reuse.num_tokens)
+        self.rows.place(seq, shard, reuse.num_tokens)
         if seq.cached_tokens is None:
             seq.cached_tokens = reuse.num_tokens
             self.num_prompt_tokens += seq.prompt_len
             self.num_hit_tokens += reuse.num_tokens
         return True
 
-    def worst(self) -> Sequence:
-        """The running sequence to preempt first: lowest (aged) priority, then last to arrive."""
-        return max(self.rows.placed(), key=lambda seq: seq.rank)
+    def worst_on(self, shard: int) -> Sequence:
+        """The data shard's running sequence to preempt first: lowest (aged) priority, then last to arrive."""
+        return max(self.rows.placed_on(shard), key=lambda seq: seq.rank)
 
     def preempt(self, seq: Sequence) -> None:
         """Takes row and pages away; the sequence waits again and will compute again what the cache loses until then."""
@@ -135,7 +139,8 @@ class Roster:
 
     def clear_cache(self, namespace: bytes | None) -> None:
         """Forgets cached pages; what running sequences hold stays theirs but is never published."""
-        self.memory.clear_cache(namespace)
+        for memory in self.memories:
+            memory.clear_cache(namespace)
         for seq in self.all_sequences():
             seq.page_keys = []
             if seq.is_placed:
@@ -145,7 +150,8 @@ class Roster:
     def check(self) -> None:
         """Asserts that queue, rows and memory agree; for tests."""
         placed = self.rows.placed()
-        self.memory.check(placed)
+        for shard, memory in enumerate(self.memories):
+            memory.check(self.rows.placed_on(shard))
         self.rows.check()
         assert len(placed) == self.rows.num_placed
         for seq in placed:
@@ -165,11 +171,11 @@ class Roster:
         The K/V of the last known token may be missing: the device does not compute them after a stop.
         """
         if seq.num_tokens > seq.prompt_len and self.rows.decoding[seq.row]:
-            self.memory.publish(seq, seq.num_tokens - 1)
+            self.memory_of(seq).publish(seq, seq.num_tokens - 1)
 
     def _vacate(self, seq: Sequence) -> None:
+        self.memory_of(seq).release(seq)
         self.rows.remove(seq)
-        self.memory.release(seq)
 
     def _queue(self, seq: Sequence) -> None:
         self.waiting.push(seq)

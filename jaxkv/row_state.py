@@ -4,12 +4,13 @@ The host sends deltas (`set_rows`, `set_pages`, `set_counts`); steps read and ad
 dispatched before the tokens of the previous one are known. All functions here are pure; `runner` jits them and
 donates the state.
 
-Axis letters: R rows (the last one, index `max_rows`, is the *null row*: always done, target of padding),
+Axis letters: R rows of a data shard (the last one, index `max_rows`, is the *null row*: always done, target of padding),
 M pages per row, V vocabulary, B entries of a batch of setups.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
     """A state in which every row is done and owns no pages."""
     rows = max_rows + 1
     params = jax.tree.map(
-        lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), pack_setups([], 1, max_rows, vocab_size)[1]
+        lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), pack_setups([], np.zeros(0, np.intp), 1, vocab_size)[0]
     )
     return RowState(
         params=params,
@@ -121,10 +122,9 @@ def count_tokens(counts: jax.Array, rows: jax.Array, token_ids: jax.Array) -> ja
 
 
 def pack_setups(
-    setups: list[RowSetup], size: int, null_row: int, vocab_size: int
-) -> tuple[np.ndarray, RowParams, np.ndarray]:
-    """Rows int32 [size], their `RowParams` and `recent`, as numpy; entries beyond the setups go to the null row."""
-    rows = np.full(size, null_row, np.int32)
+    setups: Sequence[RowSetup], places: np.ndarray, size: int, vocab_size: int
+) -> tuple[RowParams, np.ndarray]:
+    """`RowParams` and `recent` with `size` entries, as numpy; setup i stands at `places[i]`, the others are padding."""
     recent = np.full((size, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
     words = -(-vocab_size // 32)
     fields: dict[str, Any] = dict(  # numpy stands in for jax arrays until it is handed over
@@ -141,12 +141,11 @@ def pack_setups(
         bad_words=np.full((size, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32),
     )
     p = RowParams(**fields)
-    for i, setup in enumerate(setups):
-        rows[i] = setup.row
+    for i, setup in zip(places.tolist(), setups, strict=True):
         _pack_one(p, i, setup, vocab_size)
         tail = setup.token_ids[setup.prompt_len :][-MAX_BAD_WORD_LEN:]
         recent[i, MAX_BAD_WORD_LEN - len(tail) :] = tail
-    return rows, p, recent
+    return p, recent
 
 
 def _pack_one(p: RowParams, i: int, setup: RowSetup, vocab_size: int) -> None:

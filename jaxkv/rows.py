@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxkv.prefix_cache import TOKEN_DTYPE
 from jaxkv.sequence import Sequence
+from jaxkv.shards import Shards
 
 
 class DecodeBatch:
@@ -69,18 +70,20 @@ class DecodeBatch:
 
 
 class Rows:
-    """Places for `max_rows` running sequences.
+    """Places for running sequences.
 
     Args:
-        max_rows: sequences running at once.
+        shards: how many there are on each data shard.
         max_len: tokens a sequence may hold.
         page_size: tokens a page holds.
         max_steps: tokens a row can make in one step.
     """
 
-    def __init__(self, *, max_rows: int, max_len: int, page_size: int, max_steps: int) -> None:
+    def __init__(self, shards: Shards, *, max_len: int, page_size: int, max_steps: int) -> None:
+        max_rows = shards.num_rows
+        self.shards = shards
         self._page_size = page_size
-        self._free = list(range(max_rows))  # a heap: the lowest row first
+        self._free = [list(shards.rows_of(shard)) for shard in range(shards.num)]  # heaps: the lowest row first
         self._step = np.arange(max_steps)
         self.sequences = np.full(max_rows, None, object)
         # A step may write past a row's end before its tokens are cut, never past max_len + max_steps.
@@ -95,20 +98,30 @@ class Rows:
         self._decoding_rows: np.ndarray | None = None  # intp [num], in request order; None: must be made again
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def any_free(self) -> bool:
+        return any(self._free)
 
     @property
     def num_placed(self) -> int:
-        return len(self.sequences) - len(self._free)
+        return self.shards.num_rows - sum(map(len, self._free))
+
+    def num_free_on(self, shard: int) -> int:
+        return len(self._free[shard])
+
+    def num_placed_on(self, shard: int) -> int:
+        return self.shards.rows_each - len(self._free[shard])
 
     def placed(self) -> list[Sequence]:
         """All running sequences, by row."""
         return [seq for seq in self.sequences if seq is not None]
 
-    def place(self, seq: Sequence, num_computed: int) -> int:
+    def placed_on(self, shard: int) -> list[Sequence]:
+        """The running sequences of a data shard, by row."""
+        return [seq for seq in self.sequences[self.shards.rows_of(shard)] if seq is not None]
+
+    def place(self, seq: Sequence, shard: int, num_computed: int) -> int:
         """Checks a sequence in; returns its row. Its pages must be there already."""
-        row = heapq.heappop(self._free)
+        row = heapq.heappop(self._free[shard])
         num_tokens = seq.num_tokens
         self.tokens[row, :num_tokens] = seq.tokens[:num_tokens]
         self.known[row], self.computed[row] = num_tokens, num_computed
@@ -134,7 +147,7 @@ class Rows:
         self.epoch[row] += 1
         self._count_stop_ids(seq.request.stop_ids, -1)
         self._set_decoding(row, False)
-        heapq.heappush(self._free, row)
+        heapq.heappush(self._free[self.shards.of(row)], row)
 
     def start_decoding(self, row: int) -> None:
         """The row's last chunk is in a plan: from the next one on it decodes."""

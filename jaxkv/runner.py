@@ -7,7 +7,7 @@ may be in flight: the row state on the device carries what the next one needs.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv import kv_pool, row_state
-from jaxkv.batch import Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_rows, pad_writes
+from jaxkv.batch import ROW, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
-from jaxkv.plan import PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
+from jaxkv.plan import NO_ROWS, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
+from jaxkv.program_cache import ProgramCache
 from jaxkv.programs import DecodeOutput, MixedOutput
 from jaxkv.row_state import NO_TOKEN
 from jaxkv.sampler import Logprobs
 from jaxkv.settings import Resolved
+from jaxkv.sharding import DATA
+from jaxkv.shards import Shards
 from jaxkv.step_programs import StepPrograms
 
 
@@ -33,7 +36,8 @@ class InFlight:
 
     plan: StepPlan
     output: MixedOutput | DecodeOutput
-    batch: MixedBatch | None
+    batch: MixedBatch | None  # of a mixed step
+    places: np.ndarray  # intp [num_decode_rows]: of the decode rows in the output
     query_tile: int
     wants_logprobs: bool  # some row of the plan asked for them
 
@@ -42,7 +46,7 @@ class InFlight:
         if isinstance(self.output, MixedOutput):
             assert self.batch is not None
             return _mixed_result(self.plan, self.output, self.batch, self.query_tile, self.wants_logprobs)
-        return _decode_result(self.plan, self.output, self.wants_logprobs)
+        return _decode_result(self.plan, self.output, self.places, self.wants_logprobs)
 
 
 class Runner:
@@ -61,15 +65,19 @@ class Runner:
         max_steps: int,
         vocab_size: int,
         scale: float,
+        cache: ProgramCache | None = None,
     ):
         """
         Args:
             model: module with placed parameters; `hidden` and `logits` as in `models.llama`.
-            max_rows: rows that run at once.
+            pool_spec: geometry of the pool.
+            mesh: `(data, tensor)`.
+            max_rows: rows that run at once; the mesh's data shards share them evenly.
             max_len: tokens a row may hold.
             max_steps: most decode steps of one plan.
             vocab_size: width of the logits.
             scale: attention scale.
+            cache: where step programs are kept between processes.
 
         Raises:
             CapacityError: the pool does not fit.
@@ -77,17 +85,30 @@ class Runner:
         # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
         self._params = jax.tree.leaves(nnx.state(model))
         self.mesh, self.backend, self.buckets = mesh, backend, buckets
-        self._null_row, self._vocab_size = max_rows, vocab_size
+        self.shards = Shards(mesh.shape[DATA], max_rows // mesh.shape[DATA])
+        assert self.shards.num_rows == max_rows and self.shards.num == pool_spec.num_shards
+        self._vocab_size = vocab_size
         self.pool_spec = pool_spec
         self._wants_logprobs = np.zeros(max_rows, bool)  # by row
         self._programs = StepPrograms(
             model, pool_spec, mesh, backend,
             max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size, scale=scale,
         )  # fmt: skip
+        if cache is not None:
+            self._programs.keep_in(cache)
         self.reset()
 
     @classmethod
-    def build(cls, model: nnx.Module, resolved: Resolved, mesh: Mesh, *, vocab_size: int, head_dim: int) -> "Runner":
+    def build(
+        cls,
+        model: nnx.Module,
+        resolved: Resolved,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        head_dim: int,
+        cache: ProgramCache | None = None,
+    ) -> "Runner":
         """A runner with the resolved numbers; the attention scale is 1 / sqrt(head_dim)."""
         config = resolved.scheduler
         return cls(
@@ -101,6 +122,7 @@ class Runner:
             max_steps=config.decode_steps,
             vocab_size=vocab_size,
             scale=head_dim**-0.5,
+            cache=cache,
         )
 
     def reset(self) -> None:
@@ -120,45 +142,53 @@ class Runner:
         self._apply_deltas(plan)
         if plan.chunks:
             assert plan.num_steps == 1
-            batch = pack_mixed(plan, self.buckets, self.backend.query_tile, self._null_row)
+            batch = pack_mixed(plan, self.buckets, self.backend.query_tile, self.shards)
+            places = batch.row_places
             self._pool, self._state, output = self._programs.mixed(
                 self._params, self._pool, self._state, batch.token_ids, batch.next_token_ids, batch.tiles,
                 batch.decode_rows,
             )  # fmt: skip
         else:
-            batch = None
-            rows = pad_rows(plan.decode_rows, fit(len(plan.decode_rows), self.buckets.decode_rows), self._null_row)
+            rows = spread(plan.decode_rows, self.shards, self.buckets.decode_rows)
+            batch, places = None, rows.places
             self._pool, self._state, output = self._programs.decode(
-                self._params, self._pool, self._state, rows, np.int32(plan.num_steps)
+                self._params, self._pool, self._state, rows.padded_rows(), np.int32(plan.num_steps)
             )
         computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         wants = bool(self._wants_logprobs[computed].any())
-        in_flight = InFlight(plan, output, batch, self.backend.query_tile, wants)
+        in_flight = InFlight(plan, output, batch, places, self.backend.query_tile, wants)
         for array in (output.token_ids, output.counts, *(jax.tree.leaves(output.logprobs) if wants else ())):
             array.copy_to_host_async()
         return in_flight
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for setups in _rounds(plan.setups, self.buckets.setups):
-            size = fit(len(setups), self.buckets.setups)
-            rows, params, recent = row_state.pack_setups(list(setups), size, self._null_row, self._vocab_size)
-            self._state = self._programs.set_rows(self._state, rows, params, recent)
+            self._state = self._programs.set_rows(self._state, *self._pack_setups(setups, self.buckets.setups))
         for setup in plan.setups:
             self._wants_logprobs[setup.row] = setup.params.logprobs is not None
             if _uses_counts(setup):
-                self._state = self._programs.set_counts(self._state, *self._pack_counts(setup))
+                size = fit(len(setup.token_ids), self.buckets.count_tokens)
+                self._state = self._programs.set_counts(self._state, *self._pack_counts(setup, size))
         for writes in _rounds(plan.page_writes, self.buckets.page_writes):
-            size = fit(len(writes), self.buckets.page_writes)
-            self._state = self._programs.set_pages(self._state, pad_writes(writes, size, self._null_row))
-        for pairs in _rounds(plan.page_copies, self.buckets.page_copies):
-            self._pool = self._programs.copy_pages(
-                self._pool, pad_pairs(pairs, fit(len(pairs), self.buckets.page_copies))
+            self._state = self._programs.set_pages(
+                self._state, pad_writes(writes, self.shards, self.buckets.page_writes)
             )
+        for copies in _rounds(plan.page_copies, self.buckets.page_copies):
+            self._pool = self._programs.copy_pages(self._pool, pad_pairs(copies, self.shards, self.buckets.page_copies))
 
-    def _pack_counts(self, setup: RowSetup) -> tuple[np.int32, np.ndarray, np.int32]:
-        token_ids = np.full(fit(len(setup.token_ids), self.buckets.count_tokens), NO_TOKEN, np.int32)
+    def _pack_setups(self, setups: Sequence[RowSetup], table: tuple[int, ...]) -> tuple[Any, ...]:
+        to = spread(np.array([setup.row for setup in setups], np.int32), self.shards, table)
+        return to.padded_rows(), *row_state.pack_setups(setups, to.places, self.shards.num * to.size, self._vocab_size)
+
+    def _pack_counts(self, setup: RowSetup | None, size: int) -> tuple[np.ndarray, np.ndarray, np.int32]:
+        """The rows, one a shard, are null rows but on the setup's shard."""
+        rows = np.full(self.shards.num, self.shards.rows_each, np.int32)
+        token_ids = np.full(size, NO_TOKEN, np.int32)
+        if setup is None:
+            return rows, token_ids, np.int32(0)
+        rows[self.shards.of(setup.row)] = setup.row % self.shards.rows_each
         token_ids[: len(setup.token_ids)] = setup.token_ids
-        return np.int32(setup.row), token_ids, np.int32(setup.prompt_len)
+        return rows, token_ids, np.int32(setup.prompt_len)
 
     @property
     def num_programs(self) -> int:
@@ -172,7 +202,7 @@ class Runner:
             on_program()
 
     def _warm_up_steps(self) -> Iterator[Callable[[], Any]]:
-        b, null, tile = self.buckets, self._null_row, self.backend.query_tile
+        b, shards = self.buckets, self.shards
 
         def update(name: str, *args: Any) -> Callable[[], Any]:
             def step() -> Any:
@@ -182,25 +212,26 @@ class Runner:
             return step
 
         for size in b.setups:
-            yield update("set_rows", *row_state.pack_setups([], size, null, self._vocab_size))
+            yield update("set_rows", *self._pack_setups((), (size,)))
         for size in b.page_writes:
-            yield update("set_pages", pad_writes((), size, null))
+            yield update("set_pages", pad_writes((), shards, (size,)))
         for size in b.count_tokens:
-            yield update("set_counts", np.int32(null), np.full(size, NO_TOKEN, np.int32), np.int32(0))
+            yield update("set_counts", *self._pack_counts(None, size))
         for size in b.page_copies:
             yield functools.partial(self._warm_copy, size)
         for size in b.decode_rows:
-            rows = pad_rows(np.zeros(0, np.int32), size, null)
+            rows = spread(NO_ROWS, shards, (size,)).padded_rows()
             yield functools.partial(self._warm_step, "decode", rows, np.int32(1))
         for num_tiles in b.mixed_tiles:
-            tokens, tiles = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, 5), np.int32)
-            tiles[:, 0] = null
+            to = spread(NO_ROWS, shards, (num_tiles,))
+            tokens, tiles = to.full(0, self.backend.query_tile).reshape(-1), to.full(0, 5)
+            tiles[:, ROW] = shards.rows_each
             for size in b.mixed_rows:
-                rows = pad_rows(np.zeros(0, np.int32), size, null)
+                rows = spread(NO_ROWS, shards, (size,)).padded_rows()
                 yield functools.partial(self._warm_step, "mixed", tokens, tokens, tiles, rows)
 
     def _warm_copy(self, size: int) -> Any:
-        self._pool = self._programs.copy_pages(self._pool, pad_pairs((), size))
+        self._pool = self._programs.copy_pages(self._pool, pad_pairs((), self.shards, (size,)))
         return ()
 
     def _warm_step(self, name: str, *args: Any) -> Any:
@@ -224,17 +255,17 @@ def _to_numpy(logprobs: Logprobs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.asarray(logprobs.chosen), np.asarray(logprobs.top_ids), np.asarray(logprobs.top)
 
 
-def _decode_result(plan: StepPlan, output: DecodeOutput, wants: bool) -> StepResult:
-    n, steps = len(plan.decode_rows), plan.num_steps
+def _decode_result(plan: StepPlan, output: DecodeOutput, places: np.ndarray, wants: bool) -> StepResult:
+    steps = plan.num_steps
     chosen, top_ids, top = _to_numpy(output.logprobs) if wants else (None, None, None)
 
     def by_row(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else array[:steps, :n].swapaxes(0, 1)
+        return None if array is None else array[:steps, places].swapaxes(0, 1)
 
     return StepResult(
         step_id=plan.step_id,
-        decode_tokens=np.asarray(output.token_ids)[:steps, :n].T,
-        decode_counts=np.asarray(output.counts)[:n],
+        decode_tokens=np.asarray(output.token_ids)[:steps, places].T,
+        decode_counts=np.asarray(output.counts)[places],
         decode_logprobs=by_row(chosen),
         decode_top_ids=by_row(top_ids),
         decode_top_logprobs=by_row(top),
@@ -242,7 +273,7 @@ def _decode_result(plan: StepPlan, output: DecodeOutput, wants: bool) -> StepRes
 
 
 def _mixed_result(plan: StepPlan, output: MixedOutput, batch: MixedBatch, query_tile: int, wants: bool) -> StepResult:
-    n = len(plan.decode_rows)
+    rows = batch.row_places
     token_ids, counts = np.asarray(output.token_ids), np.asarray(output.counts)
     chosen, top_ids, top = _to_numpy(output.logprobs) if wants else (None, None, None)
     wants_scores = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
@@ -253,22 +284,20 @@ def _mixed_result(plan: StepPlan, output: MixedOutput, batch: MixedBatch, query_
 
     chunks: list[SampledTokens | None] = []
     scores: list[PromptScores | None] = []
-    for chunk, first, last in zip(plan.chunks, batch.first_tile, batch.last_tile, strict=True):
-        i = len(batch.decode_rows) + last
-        chunks.append(
-            SampledTokens(token_ids[i : i + 1], at(chosen, i), at(top_ids, i), at(top, i)) if chunk.samples else None
-        )
+    for chunk, first, end in zip(plan.chunks, batch.first_tiles.tolist(), batch.end_places.tolist(), strict=True):
+        sampled = SampledTokens(token_ids[end : end + 1], at(chosen, end), at(top_ids, end), at(top, end))
+        chunks.append(sampled if chunk.samples else None)
         part = slice(first * query_tile, first * query_tile + len(chunk.token_ids))
         scores.append(
             PromptScores(*(array[part] for array in prompt_scores)) if chunk.prompt_logprobs is not None else None
         )
     return StepResult(
         step_id=plan.step_id,
-        decode_tokens=token_ids[:n, None],
-        decode_counts=counts[:n],
+        decode_tokens=token_ids[rows, None],
+        decode_counts=counts[rows],
         chunks=tuple(chunks),
         prompt_scores=tuple(scores),
-        decode_logprobs=None if chosen is None else chosen[:n, None],
-        decode_top_ids=None if top_ids is None else top_ids[:n, None],
-        decode_top_logprobs=None if top is None else top[:n, None],
+        decode_logprobs=None if chosen is None else chosen[rows, None],
+        decode_top_ids=None if top_ids is None else top_ids[rows, None],
+        decode_top_logprobs=None if top is None else top[rows, None],
     )

@@ -29,7 +29,7 @@ from jaxkv.sequence import Ending, Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot. Pages are counted without the null page: free + cached + used = total."""
+    """A snapshot over all data shards. Pages are counted without the null pages: free + cached + used = total."""
 
     num_requests: int  # unfinished
     num_waiting: int  # sequences
@@ -200,17 +200,19 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges, made when asked."""
-        roster, rows, counts = self._roster, self._roster.rows, self._roster.memory.counts
-        room = counts.referenced * self.config.page_size
+        roster, rows = self._roster, self._roster.rows
+        counts = [memory.counts for memory in roster.memories]
+        num_used = sum(each.referenced for each in counts)
+        room = num_used * self.config.page_size
         held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
         return SchedulerStats(
             num_requests=roster.num_requests,
             num_waiting=len(roster.waiting),
             num_running=rows.num_placed,
             num_in_flight=len(self._flights),
-            pages_free=counts.free,
-            pages_cached=counts.cached,
-            pages_used=counts.referenced,
+            pages_free=sum(each.free for each in counts),
+            pages_cached=sum(each.cached for each in counts),
+            pages_used=num_used,
             tokens_held=held,
             utilisation=held / room if room else 1.0,
             num_steps=self._num_planned,
@@ -232,7 +234,7 @@ class Scheduler:
         """The newest plan was dispatched: its chunks' pages may be shared, computed prompts may be forked."""
         for seq, end in self._just_chunked:
             if seq.ending is None and seq.is_placed:
-                self._roster.memory.publish(seq, end)
+                self._roster.memory_of(seq).publish(seq, end)
             if end >= seq.prompt_len:
                 self._roster.release_forks(seq)
         self._just_chunked = []
@@ -267,7 +269,7 @@ class Scheduler:
     def _end_scored(self, seq: Sequence) -> None:
         """All of a prompt that is only to be scored came back."""
         if seq.is_placed:
-            self._roster.memory.publish(seq, seq.num_computed)
+            self._roster.memory_of(seq).publish(seq, seq.num_computed)
         self._roster.end(seq, Ending(FinishReason.LENGTH))
 
     def _deliver(self, seq: Sequence, token_ids: list[int]) -> int:

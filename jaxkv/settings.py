@@ -6,13 +6,14 @@ import logging
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxkv import kv_pool
+from jaxkv import kv_pool, ops
 from jaxkv.batch import Buckets, make_buckets
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.llama import LlamaConfig
 from jaxkv.ops import Backend
+from jaxkv.sharding import DATA, TENSOR
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,11 @@ class EngineConfig:
     """Settings as the caller gives them; None means "choose for me"."""
 
     max_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
-    max_rows: int | None = None  # sequences running at once; None: by platform
+    max_rows: int | None = None  # sequences running at once, over all data shards; None: by platform, on each
     page_size: int = 16  # tokens per page
-    num_pages: int | None = None  # None: from memory_fraction
+    num_pages: int | None = None  # over all data shards; None: from memory_fraction
     memory_fraction: float | None = None  # share of free memory for pages; None: by platform
-    token_budget: int | None = None  # tokens of a step with prefill chunks; None: by platform
+    token_budget: int | None = None  # tokens a data shard computes in a step with prefill chunks; None: by platform
     decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
     prefix_cache: bool = True  # reuse pages of equal prefixes
     overlap: bool = True  # dispatch a step before the previous one was read
@@ -62,16 +63,18 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     """Chooses everything that was left open.
 
     Raises:
-        ConfigError: settings contradict each other.
+        ConfigError: settings contradict each other or cannot be split over the mesh's data shards.
         CapacityError: memory does not hold even one page for a prompt.
     """
-    max_rows = config.max_rows or backend.max_rows
-    token_budget = config.token_budget or max(backend.token_budget, max_rows - 1 + backend.query_tile)
-    query_tile = _query_tile(token_budget, max_rows, backend)
-    backend = dataclasses.replace(backend, query_tile=query_tile)
+    data = mesh.shape[DATA]
     max_len = config.max_len or model.max_len
     if max_len > model.max_len:
         log.warning("max_len=%d exceeds the %d positions the model was trained for", max_len, model.max_len)
+    backend = ops.fit(backend, _shapes(config, model, dtype, mesh, max_len))
+    num_rows = _share("max_rows", config.max_rows, data) or backend.max_rows  # on a shard
+    token_budget = config.token_budget or max(backend.token_budget, num_rows - 1 + backend.query_tile)
+    query_tile = _query_tile(token_budget, num_rows, backend)
+    backend = dataclasses.replace(backend, query_tile=query_tile)
     spec = PoolSpec(
         num_layers=model.num_layers,
         num_pages=2,
@@ -80,24 +83,32 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         head_dim=model.head_dim,
         dtype=dtype,
         storage_dtype=backend.storage_dtype(dtype),
+        storage_shape=backend.storage_shape,
+        num_shards=data,
     )
-    spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, max_rows, max_len, mesh, backend))
+    if model.kv_copies > 1:
+        log.info(
+            "tensor=%d: each of %d KV heads is stored %d times",
+            mesh.shape[TENSOR], model.num_kv_heads // model.kv_copies, model.kv_copies,
+        )  # fmt: skip
+    spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, num_rows, max_len, mesh, backend))
     fitted = min(max_len, (spec.num_pages - 1) * spec.page_size)
     if fitted < max_len:
         log.warning("max_len=%d does not fit into %d pages: lowered to %d", max_len, spec.num_pages - 1, fitted)
     scheduler = SchedulerConfig(
         max_len=fitted,
-        max_rows=max_rows,
+        max_rows=num_rows * data,
         page_size=spec.page_size,
         num_pages=spec.num_pages,
         token_budget=token_budget,
         chunk_align=query_tile,
         decode_steps=min(config.decode_steps or backend.decode_steps, fitted),
         prefix_cache=config.prefix_cache,
+        num_shards=data,
     )
     buckets = make_buckets(
-        max_rows=max_rows,
-        min_rows=min(max_rows, backend.min_rows_bf16 if dtype.itemsize == 2 else 1),
+        max_rows=num_rows,
+        min_rows=min(num_rows, backend.min_rows_bf16 if dtype.itemsize == 2 else 1),
         token_budget=token_budget,
         query_tile=query_tile,
         max_pages=-(-fitted // spec.page_size),
@@ -106,23 +117,52 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
 
 
-def _query_tile(token_budget: int, max_rows: int, backend: Backend) -> int:
+def _shapes(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Mesh, max_len: int) -> ops.Shapes:
+    """What one device's kernels work on."""
+    tensor = mesh.shape[TENSOR]
+    return ops.Shapes(
+        num_heads=model.num_heads // tensor,
+        num_kv_heads=model.num_kv_heads // tensor,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        max_pages=-(-max_len // config.page_size),
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
+
+
+def _share(field: str, value: int | None, data: int) -> int | None:
+    """A data shard's part of a setting."""
+    if value is not None and value % data:
+        below = value // data * data
+        raise ConfigError(
+            f"{field}={value} cannot be split over data={data} shards evenly; use "
+            f"{f'{below} or ' if below else ''}{below + data}"
+        )
+    return None if value is None else value // data
+
+
+def _query_tile(token_budget: int, num_rows: int, backend: Backend) -> int:
     """The back end's tile, halved until one fits next to all but one row decoding."""
     tile = backend.query_tile
-    while tile > 1 and tile > token_budget - max_rows + 1:
+    while tile > 1 and tile > token_budget - num_rows + 1:
         tile //= 2
     return tile
 
 
-def _num_pages(config: EngineConfig, spec: PoolSpec, max_rows: int, max_len: int, mesh: Mesh, backend: Backend) -> int:
-    """Explicit, or what the memory budget holds; never more than every row at `max_len` could use."""
-    if config.num_pages is not None:
-        return config.num_pages + 1
-    most = max_rows * -(-max_len // spec.page_size) + 1
+def _num_pages(config: EngineConfig, spec: PoolSpec, num_rows: int, max_len: int, mesh: Mesh, backend: Backend) -> int:
+    """A data shard's pages, the null page included.
+
+    Explicit, or what the memory budget holds; never more than every row at `max_len` could use.
+    """
+    given = _share("num_pages", config.num_pages, spec.num_shards)
+    if given is not None:
+        return given + 1
+    most = num_rows * -(-max_len // spec.page_size) + 1
     free = kv_pool.free_memory_bytes(mesh)
     fraction = config.memory_fraction or backend.memory_fraction
     budget = int(free * fraction)
-    num_pages = min(budget // spec.page_bytes, most)
+    num_pages = min(budget // spec.page_bytes // spec.num_shards, most)
     log.info(
         "page pool: %s bytes free x %s = %s, / %s bytes a page (%d tokens x %s bytes) = %d pages",
         f"{free:,}", fraction, f"{budget:,}", f"{spec.page_bytes:,}", spec.page_size, f"{spec.token_bytes:,}",
@@ -131,6 +171,6 @@ def _num_pages(config: EngineConfig, spec: PoolSpec, max_rows: int, max_len: int
     if num_pages < 2:
         raise CapacityError(
             f"memory_fraction={fraction} of {free:,} free bytes is {budget:,}, less than two pages of "
-            f"{spec.page_bytes:,} bytes; raise memory_fraction"
+            f"{spec.page_bytes:,} bytes for each of {spec.num_shards} data shard(s); raise memory_fraction"
         )
     return num_pages

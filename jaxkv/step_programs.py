@@ -10,13 +10,15 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkv import kv_pool, row_state
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
-from jaxkv.programs import StepShape, decode, mixed
-from jaxkv.sharding import named, replicated
+from jaxkv.program_cache import ProgramCache
+from jaxkv.programs import DecodeOutput, StepShape, decode, mixed
+from jaxkv.sharding import DATA, on_data_shards, spec
 
 
 class StepPrograms:
@@ -42,7 +44,7 @@ class StepPrograms:
         """
         Args:
             model: `hidden` and `logits` as in `models.llama`; only the structure of its parameters is used.
-            max_rows: rows that run at once.
+            max_rows: rows that run at once, over all data shards.
             max_len: tokens a row may hold.
             max_steps: most decode steps of one call.
             vocab_size: width of the logits.
@@ -60,25 +62,48 @@ class StepPrograms:
 
             return run
 
-        # Shardings are given and not left to the compiler: one that is spelled differently after a step, though the
-        # same, would compile every program again.
-        pool, same = named(mesh, kv_pool.AXES), replicated(mesh)
-        copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
-        self.decode = self._jit("decode", with_model(decode), donate=(1, 2), out=(pool, same, same))
-        self.mixed = self._jit("mixed", with_model(mixed), donate=(1, 2), out=(pool, same, same))
-        self.set_rows = self._jit("set_rows", row_state.set_rows, donate=(0,), out=same)
-        self.set_pages = self._jit("set_pages", row_state.set_pages, donate=(0,), out=same)
-        self.set_counts = self._jit("set_counts", row_state.set_counts, donate=(0,), out=same)
-        self.copy_pages = self._jit("copy_pages", copy, donate=(0,), out=pool)
-        init = functools.partial(
-            row_state.init_row_state, max_rows, max_pages=-(-max_len // pool_spec.page_size), vocab_size=vocab_size
-        )
-        self.init_state = jax.jit(init, out_shardings=same)
+        def set_counts(state: row_state.RowState, row: jax.Array, *args: jax.Array) -> row_state.RowState:
+            return row_state.set_counts(state, row[0], *args)  # int32 [1]: a row of each shard, or its null row
 
-    def _jit(self, name: str, function: Callable[..., Any], *, donate: tuple[int, ...], out: Any) -> Any:
+        # How arguments and results lie over the mesh.
+        pool, rows, steps_and_rows, whole = spec(*kv_pool.AXES), spec("rows"), spec(None, "rows"), P()
+        params, state = whole, rows
+        of_decode: Any = steps_and_rows, rows, steps_and_rows
+        in_step, out_of = (params, pool, state), (pool, state)
+        copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
+        self._mesh = mesh
+        self.decode = self._jit(
+            "decode", with_model(decode), (*in_step, rows, whole), (*out_of, DecodeOutput(*of_decode)), donate=(1, 2)
+        )
+        self.mixed = self._jit("mixed", with_model(mixed), (*in_step, *[rows] * 4), (*out_of, rows), donate=(1, 2))
+        self.set_rows = self._jit("set_rows", row_state.set_rows, (state, rows, rows, rows), state)
+        self.set_pages = self._jit("set_pages", row_state.set_pages, (state, rows), state)
+        self.set_counts = self._jit("set_counts", set_counts, (state, rows, whole, whole), state)
+        self.copy_pages = self._jit("copy_pages", copy, (pool, rows), pool)
+        max_pages = -(-max_len // pool_spec.page_size)
+        init = functools.partial(row_state.init_row_state, max_rows // mesh.shape[DATA], max_pages, vocab_size)
+        self.init_state = jax.jit(on_data_shards(init, mesh, (), state), out_shardings=NamedSharding(mesh, state))
+
+    def keep_in(self, cache: ProgramCache) -> None:
+        """From now on the programs of whole steps come from `cache` where it has them; the others compile quickly."""
+        self.decode = cache.program("decode", self.decode, num_fixed=3)
+        self.mixed = cache.program("mixed", self.mixed, num_fixed=3)
+
+    def _jit(
+        self, name: str, function: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...] = (0,)
+    ) -> Any:
+        """`function`, written for one data shard, over the mesh.
+
+        Shardings of results are given and not left to the compiler: one that is spelled differently after a step, though
+        the same, would compile every program again.
+        """
+
         def counted(*args: Any) -> Any:
             self.num_traces[name] += 1  # runs when traced only
             return function(*args)
 
         counted.__name__ = name  # what profiles and compile logs call it
-        return jax.jit(counted, donate_argnums=donate, out_shardings=out)
+        shardings = jax.tree.map(functools.partial(NamedSharding, self._mesh), out_specs)
+        run = on_data_shards(counted, self._mesh, in_specs, out_specs)
+        run.__name__ = name
+        return jax.jit(run, donate_argnums=donate, out_shardings=shardings)

@@ -1,6 +1,6 @@
 """What the host costs a step: planning, packing for the device and committing, in microseconds, without a device.
 
-    python scripts/bench_host.py [--rows 256] [--steps 1000] [--decode-steps 1]
+    python scripts/bench_host.py [--rows 256] [--steps 1000] [--decode-steps 1] [--data 1]
 
 Prints one JSON line: medians of wall time, and means of the thread's CPU time (which other processes on the machine do
 not disturb). `decode` has every row running, lengths spread over all offsets in a page, so that in each step one row in
@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from jaxkv.batch import Buckets, fit, make_buckets, pack_mixed, pad_rows, pad_writes
+from jaxkv.batch import Buckets, make_buckets, pack_mixed, pad_writes, spread
 from jaxkv.config import SchedulerConfig
 from jaxkv.plan import StepPlan
 from jaxkv.scheduler import Scheduler
@@ -50,11 +50,11 @@ class Stopwatch:
 class Meter:
     """Runs steps with one in flight and keeps the time that the scheduler takes."""
 
-    def __init__(self, rows: int, num_steps: int, decode_steps: int) -> None:
+    def __init__(self, rows: int, num_steps: int, decode_steps: int, data: int) -> None:
         max_len = PROMPT_LEN * 2 + (num_steps + 200) * decode_steps
         self.config = SchedulerConfig(
-            max_len=max_len, max_rows=rows, page_size=16, num_pages=rows * (max_len // 16 + 1) + 1,
-            token_budget=2048 + rows, chunk_align=16, decode_steps=decode_steps,
+            max_len=max_len, max_rows=rows, page_size=16, num_pages=rows // data * (max_len // 16 + 1) + 1,
+            token_budget=2048 + rows, chunk_align=16, decode_steps=decode_steps, num_shards=data,
         )  # fmt: skip
         self.scheduler = Scheduler(self.config)
         self.runner = CheapRunner(rows, decode_steps)
@@ -63,7 +63,7 @@ class Meter:
         self.result = None
         self.num_mixed = 0
         self.buckets = make_buckets(
-            max_rows=rows, min_rows=1, token_budget=self.config.token_budget, query_tile=self.config.chunk_align,
+            max_rows=rows // data, min_rows=1, token_budget=self.config.token_budget, query_tile=self.config.chunk_align,
             max_pages=max_len // 16 + 1, max_len=max_len,
         )  # fmt: skip
         self.plan, self.pack, self.commit = Stopwatch(), Stopwatch(), Stopwatch()
@@ -88,18 +88,18 @@ class Meter:
 
 def pack(plan: StepPlan, buckets: Buckets, config: SchedulerConfig) -> None:
     """Makes the arrays that `Runner.dispatch` hands to jax."""
-    null_row = config.max_rows
+    shards = config.shards
     if plan.page_writes:
-        pad_writes(plan.page_writes, fit(len(plan.page_writes), buckets.page_writes), null_row)
+        pad_writes(plan.page_writes, shards, buckets.page_writes)
     if plan.chunks:
-        pack_mixed(plan, buckets, config.chunk_align, null_row)
+        pack_mixed(plan, buckets, config.chunk_align, shards)
     else:
-        pad_rows(plan.decode_rows, fit(len(plan.decode_rows), buckets.decode_rows), null_row)
+        spread(plan.decode_rows, shards, buckets.decode_rows).padded_rows()
 
 
-def decode_only(rows: int, num_steps: int, decode_steps: int) -> Meter:
+def decode_only(rows: int, num_steps: int, decode_steps: int, data: int) -> Meter:
     """All rows run from beginning to end."""
-    meter = Meter(rows, num_steps, decode_steps)
+    meter = Meter(rows, num_steps, decode_steps, data)
     for _ in range(rows):
         meter.add(max_tokens=meter.config.max_len)
     meter.run(100)  # prompts, and warm caches
@@ -109,9 +109,9 @@ def decode_only(rows: int, num_steps: int, decode_steps: int) -> Meter:
     return meter
 
 
-def churn(rows: int, num_steps: int, decode_steps: int) -> Meter:
+def churn(rows: int, num_steps: int, decode_steps: int, data: int) -> Meter:
     """Requests end and others, always waiting, take their place."""
-    meter = Meter(rows, num_steps, decode_steps)
+    meter = Meter(rows, num_steps, decode_steps, data)
     for _ in range(rows + (num_steps + 100) * rows * decode_steps // CHURN_OUTPUT_LEN * 5 // 4):
         meter.add(max_tokens=int(meter.random.integers(1, 2 * CHURN_OUTPUT_LEN)))
     meter.run(100)
@@ -125,10 +125,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--decode-steps", type=int, default=1)
+    parser.add_argument("--data", type=int, default=1)
     args = parser.parse_args()
     report = {"bench": "host", **vars(args), "python": platform.python_version(), "numpy": np.__version__}
     for name, case in (("decode", decode_only), ("churn", churn)):
-        meter = case(args.rows, args.steps, args.decode_steps)
+        meter = case(args.rows, args.steps, args.decode_steps, args.data)
         for part, watches in (
             ("plan", [meter.plan]),
             ("pack", [meter.pack]),

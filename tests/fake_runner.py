@@ -35,7 +35,9 @@ class FakeRunner:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         # Garbage, not zeros: reading what was never written must not look like anything.
-        self.kv = np.random.default_rng(0).integers(0, 2**64, (config.num_pages, config.page_size), np.uint64)
+        # The pages of all data shards, one after the other: a row that sees another shard's finds out.
+        shape = (config.num_shards * config.num_pages, config.page_size)
+        self.kv = np.random.default_rng(0).integers(0, 2**64, shape, np.uint64)
         self.rows: list[_Row | None] = [None] * config.max_rows
         self.num_computed = 0  # positions whose K/V were computed, over all steps
         self._next_step = 0
@@ -53,9 +55,10 @@ class FakeRunner:
             assert write.index == len(row.pages), "page lists only grow at their end"
             assert 0 < write.page < self.config.num_pages, write
             assert write.index * self.config.page_size < row.setup.max_total_len, "a page that can never be needed"
-            row.pages.append(write.page)
+            row.pages.append(self._first_page(write.row) + write.page)
         if plan.page_copies:
-            sources, targets = map(list, zip(*plan.page_copies, strict=True))
+            pairs = np.array([copy[1:] for copy in plan.page_copies])
+            sources, targets = (pairs + [[self._first_page(copy.row)] for copy in plan.page_copies]).T.tolist()
             assert len({*targets}) == len(targets)
             self.kv[targets] = self.kv[sources]
         chunks = [self._run_chunk(chunk) for chunk in plan.chunks]
@@ -92,9 +95,15 @@ class FakeRunner:
         assert 1 <= plan.num_steps <= self.config.decode_steps
         if plan.chunks:
             assert plan.num_steps == 1
-            align = self.config.chunk_align
-            tokens = len(plan.decode_rows) + sum(-(-len(chunk.token_ids) // align) * align for chunk in plan.chunks)
-            assert tokens <= self.config.token_budget, (tokens, self.config.token_budget)
+            align, tokens = self.config.chunk_align, [0] * self.config.num_shards
+            for row, num in [(row, 1) for row in plan.decode_rows.tolist()] + [
+                (chunk.row, -(-len(chunk.token_ids) // align) * align) for chunk in plan.chunks
+            ]:
+                tokens[self.config.shards.of(row)] += num
+            assert max(tokens) <= self.config.token_budget, (tokens, self.config.token_budget)
+
+    def _first_page(self, row: int) -> int:
+        return self.config.shards.of(row) * self.config.num_pages
 
     def _row(self, row: int) -> _Row:
         found = self.rows[row]

@@ -15,9 +15,10 @@ from tests import tiny
 GB = 10**9
 
 
-def resolved(monkeypatch: pytest.MonkeyPatch, free: int = GB, **fields):
+def resolved(monkeypatch: pytest.MonkeyPatch, free: int = GB, data: int = 1, **fields):
     monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda mesh: free)
-    return resolve(EngineConfig(**fields), tiny.config(), jnp.dtype(jnp.float32), sharding.make_mesh(1), ops.CPU)
+    mesh = sharding.make_mesh(data=data)
+    return resolve(EngineConfig(**fields), tiny.config(), jnp.dtype(jnp.float32), mesh, ops.CPU)
 
 
 def test_the_pool_takes_its_share_of_free_memory(monkeypatch) -> None:
@@ -96,6 +97,39 @@ def test_rotary_phases_stay_exact_at_128k() -> None:
     np.testing.assert_allclose(np.asarray(sin)[:3, 0], np.sin(angle)[:3], atol=2e-3)
 
 
+def test_data_shards_get_their_share(monkeypatch) -> None:
+    """Rows and pages of the settings are those of all shards; the budget of a step is each shard's own."""
+    result = resolved(monkeypatch, data=4, max_rows=8, num_pages=40, max_len=100)
+    assert (result.scheduler.max_rows, result.scheduler.num_shards) == (8, 4)
+    assert result.scheduler.num_pages == result.pool.num_pages == 11 and result.pool.num_shards == 4
+    assert result.pool.pool_bytes == 44 * result.pool.page_bytes and result.pool.shape[0] == 4 * 2 * 11
+    assert result.buckets.decode_rows == (1, 2) and result.scheduler.token_budget == 512
+    assert resolved(monkeypatch, data=4).scheduler.max_rows == 4 * ops.CPU.max_rows
+    by_memory = resolved(monkeypatch, free=4_000_000, data=2, memory_fraction=0.5)
+    assert by_memory.pool.num_pages == 1_000_000 // by_memory.pool.page_bytes
+    assert resolved(monkeypatch, data=2, num_pages=8).scheduler.max_len == 64, "a sequence lives on one shard"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "way_out"),
+    [("max_rows", 6, "use 4 or 8"), ("num_pages", 101, "100 or 104"), ("max_rows", 3, "use 4")],
+)
+def test_what_data_shards_cannot_share_is_refused(monkeypatch, field: str, value: int, way_out: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{field}={value} .*data=4 .*{way_out}"):
+        resolved(monkeypatch, data=4, **{field: value})
+
+
+def test_meshes() -> None:
+    mesh = sharding.make_mesh(4, 2)
+    assert mesh.axis_names == ("data", "tensor") and dict(mesh.shape) == {"data": 2, "tensor": 4}
+    assert sharding.make_mesh().devices.tolist() == [jax.devices()[:1]]
+    assert sharding.make_mesh(3, 2).devices.tolist() == [jax.devices()[:3], jax.devices()[3:6]]
+
+
 def test_meshes_beyond_the_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data=3 x tensor=5 needs 15 devices, but 8 cpu device\(s\)"):
+        sharding.make_mesh(5, 3)
+    with pytest.raises(ConfigError, match="data=0"):
+        sharding.make_mesh(1, 0)
     with pytest.raises(ConfigError, match=f"tensor={len(jax.devices()) + 1}"):
         sharding.make_mesh(len(jax.devices()) + 1)

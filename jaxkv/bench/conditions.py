@@ -21,6 +21,7 @@ def conditions(llm: LLM, workload: Workload) -> dict[str, Any]:
         "benchmark": workload.name,
         "model": llm.name,
         "dtype": llm.dtype,
+        "mesh": llm.mesh,
         "num_requests": workload.num_requests,
         "num_prompt_tokens": workload.num_prompt_tokens,
         "num_output_tokens": workload.num_output_tokens,

@@ -7,14 +7,14 @@ written into a donated stack (stacked).
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxkv.checkpoint.pieces import Piece, is_stacked, piece_name
 from jaxkv.checkpoint.source import ModelSource
@@ -53,7 +53,7 @@ def load_model(
     Args:
         source: from `catalog.open_model`.
         family: from `model_config`.
-        cfg: from `model_config`.
+        cfg: from `model_config`, maybe with copies of KV heads (`models.kv_heads`).
         dtype: of all parameters.
         mesh: the parameters' logical axes are laid over it, see `sharding.RULES`.
         per_layer: one module per layer instead of stacked parameters.
@@ -65,9 +65,10 @@ def load_model(
     """
     graph, abstract = nnx.split(family.build(cfg, dtype, per_layer=per_layer))
     leaves = dict(nnx.to_flat_state(abstract))
-    targets = sorted(_targets(leaves, mesh), key=lambda target: target.piece.order)
+    stored = nnx.state(family.build(cfg.as_stored, dtype, per_layer=per_layer))
+    targets = sorted(_targets(leaves, dict(nnx.to_flat_state(stored)), mesh), key=lambda target: target.piece.order)
     pieces = [target.piece for target in targets]
-    reader = source.reader(family.weight_map(cfg))
+    reader = source.reader(family.weight_map(cfg.as_stored))
     reader.check(pieces)
     filled: dict[tuple[Any, ...], jax.Array] = {}
     label = f"loading {source.location.name}"
@@ -75,6 +76,8 @@ def load_model(
         for target, array in zip(targets, reader.read(pieces), strict=True):
             # Waiting bounds the transfers in flight; the reader's threads go on meanwhile.
             array.block_until_ready()
+            if target.sharding != target.piece.sharding:
+                array = _copy_heads(array, family.copy_heads[target.piece.path], cfg.kv_copies, target.sharding)
             if target.is_stacked:
                 assert target.piece.layer is not None
                 stack = filled.get(target.leaf)
@@ -93,28 +96,41 @@ def _put_layer(stack: jax.Array, layer: jax.Array, index: np.int32) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _copy_heads(
+    array: jax.Array, change: Callable[[jax.Array, int], jax.Array], copies: int, sharding: NamedSharding
+) -> jax.Array:
+    return jax.lax.with_sharding_constraint(change(array, copies), sharding)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Target:
     """Where a piece goes."""
 
     leaf: tuple[Any, ...]  # path in the module
-    piece: Piece
-    is_stacked: bool  # the piece is one index of the leaf's first axis
+    piece: Piece  # as stored
+    sharding: NamedSharding  # of what becomes of it
+    is_stacked: bool  # it is one index of the leaf's first axis
 
 
-def _targets(leaves: dict[tuple[Any, ...], Any], mesh: Mesh) -> Iterator[_Target]:
+def _targets(leaves: dict[tuple[Any, ...], Any], stored: dict[tuple[Any, ...], Any], mesh: Mesh) -> Iterator[_Target]:
     for path, leaf in leaves.items():
         axes: tuple[str | None, ...] = leaf.logical_axes
         name, layer = piece_name(path)
         _check_divides(name, leaf.shape, axes, mesh)
         stacked = is_stacked(leaf)
-        if stacked:
-            layers, shape, axes = list(range(leaf.shape[0])), leaf.shape[1:], axes[1:]
-        else:
-            layers, shape = [layer], leaf.shape
-        for layer in layers:
-            piece = Piece(path=name, layer=layer, shape=shape, dtype=np.dtype(leaf.dtype), sharding=named(mesh, axes))
-            yield _Target(path, piece, stacked)
+        skip = 1 if stacked else 0
+        sharding = named(mesh, axes[skip:])
+        shape = stored[path].shape
+        for at in range(shape[0]) if stacked else [layer]:
+            piece = Piece(
+                path=name,
+                layer=at,
+                shape=shape[skip:],
+                dtype=np.dtype(leaf.dtype),
+                sharding=sharding if shape == leaf.shape else named(mesh, ()),  # heads to copy go everywhere
+            )
+            yield _Target(path, piece, sharding, stacked)
 
 
 def _check_divides(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh) -> None:

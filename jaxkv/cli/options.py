@@ -81,6 +81,7 @@ LOAD_OPTIONS = (
     Option("prefix_cache", "never reuse the pages of equal prompt beginnings", kind="off"),
     Option("overlap", "read each step before the next one is dispatched", kind="off"),
     Option("tensor", "devices over which weights and K/V heads are split", "N", int),
+    Option("data", "groups of --tensor devices over which sequences are split", "N", int),
     Option("warm_up", "compile everything before the first request", kind="on"),
 )
 ENGINE_SEED = Option("seed", "base of the seeds of all requests", "N", int)

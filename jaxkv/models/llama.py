@@ -20,7 +20,7 @@ class LlamaConfig:
     num_layers: int
     embed: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # as computed with, copies included
     head_dim: int
     ffn: int
     vocab_size: int
@@ -30,6 +30,12 @@ class LlamaConfig:
     tied: bool  # the head is the embedding
     attention_bias: bool = False  # biases on q, k, v and o
     mlp_bias: bool = False
+    kv_copies: int = 1  # times each KV head of the checkpoint is there, see `kv_heads`
+
+    @property
+    def as_stored(self) -> "LlamaConfig":
+        """The geometry of the checkpoint."""
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.kv_copies, kv_copies=1)
 
 
 class LlamaLayer(nnx.Module):
@@ -90,7 +96,7 @@ class Llama(nnx.Module):
     """Token ids to hidden states and logits. `per_layer` keeps one module per layer, see `layers.run_layers`."""
 
     def __init__(self, cfg: LlamaConfig, dtype: jnp.dtype, *, per_layer: bool):
-        self.cfg = cfg
+        self.cfg, self.per_layer = cfg, per_layer
         self.embed = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None))
         if per_layer:
             self.layers: Any = nnx.List([LlamaLayer(cfg, dtype) for _ in range(cfg.num_layers)])
@@ -107,7 +113,8 @@ class Llama(nnx.Module):
         def body(block: LlamaLayer, layer: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             return block(*carry, layer, phases, attend)
 
-        x, pool = run_layers(self.layers, body, (lookup(self.embed[...], token_ids), pool), self.cfg.num_layers)
+        embedded = lookup(self.embed[...], token_ids, as_bits=self.per_layer)
+        x, pool = run_layers(self.layers, body, (embedded, pool), self.cfg.num_layers)
         return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), pool
 
     def logits(self, hidden: jax.Array) -> jax.Array:

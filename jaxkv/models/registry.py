@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
 from jaxkv.errors import CheckpointError
+from jaxkv.models.kv_heads import copy_qkv, regroup_out
 from jaxkv.models.llama import Llama, LlamaConfig
 from jaxkv.models.llama_config import llama_config
 from jaxkv.models.llama_weights import llama_weights
@@ -23,7 +25,9 @@ class Family:
     model_types: tuple[str, ...]  # values of config.json's `model_type`
     config_from_hf: Callable[[Mapping[str, Any]], LlamaConfig]
     module: Callable[..., nnx.Module]  # (cfg, dtype, per_layer=) -> module
-    weight_map: Callable[[LlamaConfig], WeightMap]
+    weight_map: Callable[[LlamaConfig], WeightMap]  # of the geometry as stored
+    # (parameter as stored, copies) -> parameter, for those that change with `LlamaConfig.kv_copies`, by path
+    copy_heads: Mapping[str, Callable[[jax.Array, int], jax.Array]]
 
     def build(self, cfg: LlamaConfig, dtype: np.dtype, *, per_layer: bool) -> nnx.Module:
         """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
@@ -38,6 +42,7 @@ FAMILIES = (
         config_from_hf=llama_config,
         module=Llama,
         weight_map=llama_weights,
+        copy_heads={"layers/qkv": copy_qkv, "layers/qkv_bias": copy_qkv, "layers/out": regroup_out},
     ),
 )
 

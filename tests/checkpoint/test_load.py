@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxkv.catalog import open_model
 from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.convert import convert
 from jaxkv.errors import CheckpointError, ConfigError
+from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.progress import Progress
 from jaxkv.sharding import make_mesh, named
 from tests.checkpoint.tools import assert_same_params, hf_config, load, logits, random_tensors, write_hf
@@ -40,6 +43,29 @@ def test_stacked_unrolled_and_sharded_models_compute_the_same(source: HfSource) 
     expected = logits(load(source), prompt)
     np.testing.assert_allclose(logits(load(source, per_layer=False), prompt), expected, atol=1e-5)
     np.testing.assert_allclose(logits(load(source, per_layer=False, tensor=4), prompt), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+@pytest.mark.parametrize("from_orbax", [False, True])
+def test_kv_heads_are_copied_to_shards_that_would_have_none(tmp_path: Path, from_orbax: bool, per_layer: bool) -> None:
+    """From any format, into a model that computes the same."""
+    config = hf_config(num_attention_heads=8, num_key_value_heads=2, head_dim=8, attention_bias=True)
+    folder = write_hf(tmp_path / "hf", config, random_tensors(config))
+    source, prompt = HfSource(folder), np.arange(20) * 3 % 96
+    expected = logits(load(source), prompt)
+    family, cfg = model_config(source)
+    if from_orbax:
+        convert(folder, tmp_path / "orbax", dtype="float32")
+        source = open_model(tmp_path / "orbax")
+    mesh = make_mesh(8)
+    copied = load_model(
+        source, family, copy_kv_heads(cfg, 8), dtype=np.dtype(np.float32), mesh=mesh, per_layer=per_layer
+    )
+    for path, leaf in nnx.to_flat_state(nnx.state(copied)):
+        assert leaf[...].sharding.is_equivalent_to(named(mesh, leaf.logical_axes), leaf[...].ndim), path
+        if path[-1] == "qkv":
+            assert leaf[...].shape[-4:] == (8, 1 + 2, 8, 32)
+    np.testing.assert_allclose(logits(copied, prompt), expected, atol=1e-5)
 
 
 def test_loading_writes_stacks_in_place(source: HfSource, monkeypatch: pytest.MonkeyPatch) -> None:

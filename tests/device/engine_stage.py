@@ -13,7 +13,7 @@ from jaxkv.scheduler import Scheduler
 from jaxkv.tokenizer.base import SpecialTokens, Tokenizer
 from tests.device.dense import Dense
 from tests.device.sampling import Row
-from tests.device.stage import MAX_LEN, MAX_ROWS, MAX_STEPS, PAGE, TILE, V, poison
+from tests.device.stage import MAX_LEN, MAX_STEPS, PAGE, TILE, V, poison
 
 EOS = (2,)
 
@@ -55,8 +55,8 @@ class Client:
     ) -> None:
         poison(runner)
         numbers = dict(
-            max_len=MAX_LEN, max_rows=MAX_ROWS, page_size=PAGE, num_pages=61, token_budget=MAX_LEN,
-            chunk_align=TILE, decode_steps=MAX_STEPS, reserve_steps=0,
+            max_len=MAX_LEN, max_rows=runner.shards.num_rows, page_size=PAGE, num_pages=61, token_budget=MAX_LEN,
+            chunk_align=TILE, decode_steps=MAX_STEPS, reserve_steps=0, num_shards=runner.shards.num,
         )  # fmt: skip
         scheduler = Scheduler(SchedulerConfig(**(numbers | config)))
         self.engine = Engine(scheduler, runner, tokenizer, overlap=overlap)
@@ -89,7 +89,10 @@ class Client:
         stats, config = self.engine.stats(), self.engine.scheduler.config
         assert not self.engine.has_unfinished
         assert (stats.num_requests, stats.num_waiting, stats.num_running, stats.num_in_flight) == (0, 0, 0, 0)
-        assert stats.pages_used == 0 and stats.pages_free + stats.pages_cached == config.num_pages - 1
+        assert (
+            stats.pages_used == 0
+            and stats.pages_free + stats.pages_cached == (config.num_pages - 1) * config.num_shards
+        )
         self.engine.scheduler.check()
 
 

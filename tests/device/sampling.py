@@ -47,7 +47,8 @@ def row(prompt=(1, 2, 3), output=(), stop_ids=(), bad_words_ids=(), seed=0, chil
 def pack(rows: list[Row], vocab: int, size: int | None = None) -> dict[str, Any]:
     """Arguments of `sampler.sample` after the logits; entries beyond `rows` are not live."""
     size = size or len(rows)
-    _, params, recent = row_state.pack_setups([r.setup(i) for i, r in enumerate(rows)], size, size, vocab)
+    setups = [r.setup(i) for i, r in enumerate(rows)]
+    params, recent = row_state.pack_setups(setups, np.arange(len(rows)), size, vocab)
     position, live = np.zeros(size, np.int32), np.zeros(size, bool)
     counts = np.zeros((size + 1, vocab), np.uint16)
     for i, r in enumerate(rows):

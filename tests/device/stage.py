@@ -11,9 +11,12 @@ from jax.sharding import Mesh
 
 from jaxkv import ops, sharding
 from jaxkv.batch import Buckets
+from jaxkv.checkpoint.pieces import is_stacked, piece_name
 from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import Llama
-from jaxkv.plan import Chunk, PageWrite, StepPlan, StepResult
+from jaxkv.models.registry import FAMILIES
+from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan, StepResult
 from jaxkv.runner import InFlight, Runner
 from tests import tiny
 from tests.device.sampling import Row
@@ -30,28 +33,47 @@ BUCKETS = Buckets(
 )  # fmt: skip
 
 
-def make_runner(model: Llama | None = None, *, tensor: int = 1, buckets: Buckets = BUCKETS, **changes: Any) -> Runner:
+def make_runner(
+    model: Llama | None = None,
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    buckets: Buckets = BUCKETS,
+    backend: ops.Backend = ops.CPU,
+    **changes: Any,
+) -> Runner:
     """A runner for `model` (a random one if None); `changes` to its sizes."""
-    mesh = sharding.make_mesh(tensor)
+    mesh = sharding.make_mesh(tensor, data)
     sizes = dict(max_rows=MAX_ROWS, max_len=MAX_LEN, max_steps=MAX_STEPS, num_pages=NUM_PAGES, page_size=PAGE) | changes
     model = _place(model or tiny.model(MODEL), mesh)
     cfg = model.cfg
     spec = PoolSpec(
         num_layers=cfg.num_layers, num_pages=sizes.pop("num_pages"), num_kv_heads=cfg.num_kv_heads,
         page_size=sizes.pop("page_size"), head_dim=cfg.head_dim,
-        dtype=model.embed[...].dtype, storage_dtype=ops.CPU.storage_dtype(model.embed[...].dtype),
+        dtype=model.embed[...].dtype, storage_dtype=backend.storage_dtype(model.embed[...].dtype),
+        storage_shape=backend.storage_shape, num_shards=data,
     )  # fmt: skip
     return Runner(
-        model, spec, mesh, dataclasses.replace(ops.CPU, query_tile=TILE), buckets,
+        model, spec, mesh, dataclasses.replace(backend, query_tile=TILE), buckets,
         vocab_size=cfg.vocab_size, scale=cfg.head_dim**-0.5, **sizes,
     )  # fmt: skip
 
 
-def _place(model: Llama, mesh: Mesh) -> Llama:
-    """The model with its weights split over the mesh, as the loader does."""
-    graph, state = nnx.split(model)
-    place = lambda leaf: leaf.replace(jax.device_put(leaf.get_value(), sharding.named(mesh, leaf.logical_axes)))  # noqa: E731
-    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+def _place(model: Llama, mesh: Mesh) -> Any:
+    """The model with its weights split over the mesh, KV heads copied if there are too few, as the loader does."""
+    family, cfg = FAMILIES[0], copy_kv_heads(model.cfg, mesh.shape[sharding.TENSOR])
+    graph, state = nnx.split(family.build(cfg, model.embed[...].dtype, per_layer=isinstance(model.layers, nnx.List)))
+    values = dict(nnx.to_flat_state(nnx.state(model)))
+
+    def place(path: tuple, leaf: Any) -> Any:
+        value, copy = values[path][...], family.copy_heads.get(piece_name(path)[0])
+        if copy is not None and cfg.kv_copies > 1:
+            value = (
+                jax.vmap(lambda v: copy(v, cfg.kv_copies))(value) if is_stacked(leaf) else copy(value, cfg.kv_copies)
+            )
+        return leaf.replace(jax.device_put(value, sharding.named(mesh, leaf.logical_axes)))
+
+    return nnx.merge(graph, nnx.from_flat_state([(path, place(path, leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
 def poison(runner: Runner) -> None:
@@ -91,9 +113,9 @@ class Stage:
         for index, page in enumerate(self.pages[at]):
             self._add("page_writes", PageWrite(at, index, page))
 
-    def copy(self, source: int, target: int) -> None:
-        """Copies a page with the next step."""
-        self._add("page_copies", (source, target))
+    def copy(self, row: int, source: int, target: int) -> None:
+        """Copies a page with the next step, on the row's shard."""
+        self._add("page_copies", PageCopy(row, source, target))
 
     def chunk(self, at: int, start: int = 0, end: int | None = None, prompt_logprobs: int | None = None) -> Chunk:
         """Positions `[start, end)` of the row's known tokens; the last one samples."""

@@ -110,7 +110,7 @@ def test_an_id_in_use_is_refused(runner: Runner, dense: Dense) -> None:
     [
         ((), RequestError, "at least one token"),
         ((1,) * MAX_LEN, RequestError, "max_len=96"),
-        ((1,) * (8 * PAGE), CapacityError, "9 pages of 8 tokens, the pool has 8"),
+        ((1,) * (8 * PAGE), CapacityError, "9 pages of 8 tokens, the whole pool has 8"),
         ((V,), RequestError, "outside the vocabulary"),
         ((-1,), RequestError, "outside the vocabulary"),
     ],
@@ -166,7 +166,7 @@ def break_dispatch(monkeypatch: pytest.MonkeyPatch, runner: Runner, error: BaseE
         pool.delete()  # it was donated
         raise error
 
-    monkeypatch.setattr(runner, "_decode", fail)
+    monkeypatch.setattr(runner._programs, "decode", fail)
 
 
 def break_result(monkeypatch: pytest.MonkeyPatch, runner: Runner, error: BaseException) -> None:

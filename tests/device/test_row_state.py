@@ -25,8 +25,8 @@ def fresh() -> row_state.RowState:
 
 
 def setup(state: row_state.RowState, *rows: tuple[int, Row], size: int = 3) -> row_state.RowState:
-    packed = row_state.pack_setups([r.setup(at) for at, r in rows], size, MAX_ROWS, V)
-    return set_rows(state, *packed)
+    at = np.array([*(i for i, _ in rows), *[MAX_ROWS] * (size - len(rows))], np.int32)
+    return set_rows(state, at, *row_state.pack_setups([r.setup(i) for i, r in rows], np.arange(len(rows)), size, V))
 
 
 def entry(state: row_state.RowState, at: int) -> dict[str, np.ndarray]:
@@ -93,8 +93,8 @@ def test_limits_are_full() -> None:
 def test_numbers_beyond_int32(fields: dict) -> None:
     """Requests may ask for more than any vocabulary or sequence holds; it means all of it."""
     r = row(**(dict(max_tokens=5) | fields))
-    got = entry(set_rows(fresh(), *row_state.pack_setups(
-        [dataclasses.replace(r.setup(0), max_total_len=12)], 1, MAX_ROWS, V)), 0)  # fmt: skip
+    params, recent = row_state.pack_setups([dataclasses.replace(r.setup(0), max_total_len=12)], np.zeros(1, int), 1, V)
+    got = entry(set_rows(fresh(), np.zeros(1, np.int32), params, recent), 0)
     assert got["min_total_len"] <= got["max_total_len"] == 12 and got["top_k"] <= V
 
 

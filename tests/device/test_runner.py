@@ -179,7 +179,7 @@ def test_page_copies(runner: Runner, dense: Dense) -> None:
     first = stage.prefill(0, parent)
     stage.place(1, child)
     for index in range(3):
-        stage.copy(stage.pages[0][index], stage.pages[1][index])
+        stage.copy(1, stage.pages[0][index], stage.pages[1][index])
     result = stage.run(stage.chunk(1, prompt_len - 1), decode=(0,))
     ours, theirs = decoded(stage.run(decode=(0, 1), steps=8))
     assert (first, *decoded(result)[0], *ours) == dense.generate(parent)[:10]

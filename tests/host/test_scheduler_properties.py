@@ -21,13 +21,15 @@ MODEL_STOPS = (3, 4, 5)
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
-    max_rows, align = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
+    num_shards, align = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    rows_each = draw(st.integers(1, 5 if num_shards == 1 else 3))
     return SchedulerConfig(
         max_len=MAX_LEN,
-        max_rows=max_rows,
+        max_rows=rows_each * num_shards,
+        num_shards=num_shards,
         page_size=draw(st.sampled_from([1, 3, 4, 16])),
         num_pages=draw(st.integers(4, 60)),
-        token_budget=max_rows - 1 + align + draw(st.integers(0, 20)),
+        token_budget=rows_each - 1 + align + draw(st.integers(0, 20)),
         chunk_align=align,
         decode_steps=draw(st.integers(1, 5)),
         prefix_cache=draw(st.booleans()),
@@ -123,7 +125,9 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
         scheduler = self.loop.scheduler
         scheduler.check()
         stats = scheduler.stats()
-        assert stats.pages_free + stats.pages_cached + stats.pages_used == self.loop.config.num_pages - 1
+        assert stats.pages_free + stats.pages_cached + stats.pages_used == (
+            (self.loop.config.num_pages - 1) * self.loop.config.num_shards
+        )
         assert 0 <= stats.utilisation <= 1
 
     def teardown(self) -> None:
