@@ -1,6 +1,8 @@
 """Chat templates: messages to prompt text, with Jinja2 in a sandbox, as Hugging Face lays them out.
 
-Templates come with the model, so they see plain JSON data only and cannot touch Python objects.
+Templates come with the model, so they see plain JSON data only and cannot touch Python objects. Equal JSON gives equal
+text (`plain_json`), with the caller's order of tools and keys; so does a tool call whose arguments are an object or, as in
+OpenAI's API, the JSON text of one.
 """
 
 import datetime
@@ -17,6 +19,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from jaxkv.errors import RequestError
+from jaxkv.plain_json import plain, read_object, write_json
 
 # Names a message's reasoning goes by; templates read the first one, gpt-oss the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -32,7 +35,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | Mapping[str, str], *, name: str | None = None) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
-        self._name = name
+        self.name = name
         if name is not None and name not in self.sources:
             raise RequestError(f"chat template {name!r} does not exist; this model has {sorted(self.sources)}")
 
@@ -45,6 +48,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         special_tokens: Mapping[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
+        now: datetime.datetime | None = None,
     ) -> str:
         """Writes a chat as prompt text.
 
@@ -57,6 +61,7 @@ class ChatTemplate:
             add_generation_prompt: end with the header of an assistant message.
             special_tokens: "bos_token", "eos_token", ... -> text.
             variables: anything else the template reads, e.g. `enable_thinking`.
+            now: the time a template may write; None is the clock's.
 
         Raises:
             RequestError: the messages are malformed, or the template fails on them or refuses them.
@@ -67,16 +72,19 @@ class ChatTemplate:
         chat = [_check_message(index, message) for index, message in enumerate(messages)]
         if any(isinstance(message.get("content"), list) for message in chat) and not _reads_parts(source):
             chat = [_join_parts(message) for message in chat]
+        if any("tool_calls" in message for message in chat):
+            chat = [_spell_arguments(message, as_text=_prints_arguments(source)) for message in chat]
         context = {
             "messages": chat,
-            "tools": _plain("tools", tools),
-            "documents": _plain("documents", documents),
+            "tools": plain("tools", tools),
+            "documents": plain("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        extra = _plain("variables", variables or {})
+        extra = plain("variables", variables or {})
         if taken := sorted(context.keys() & extra.keys()):
             raise RequestError(f"template variables {taken} are arguments of their own; pass them there")
-        return _render(source, {**(special_tokens or {}), **extra, **context})
+        clock = {} if now is None else {"strftime_now": lambda format: now.strftime(format)}
+        return _render(source, {**(special_tokens or {}), **extra, **context, **clock})
 
     def end_of_turn(self, special_tokens: Mapping[str, str] | None = None) -> str:
         """What the template writes after an assistant's answer; "" if it writes nothing or cannot be asked."""
@@ -90,8 +98,8 @@ class ChatTemplate:
         return after if found else ""
 
     def _select(self, tools: object) -> str:
-        if self._name is not None:
-            return self.sources[self._name]
+        if self.name is not None:
+            return self.sources[self.name]
         if tools is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" not in self.sources:
@@ -102,11 +110,13 @@ class ChatTemplate:
 def _check_message(index: int, message: object) -> dict[str, Any]:
     """A plain copy of a message without its None values."""
     where = f"messages[{index}]"
+    if hasattr(message, "model_dump"):
+        message = plain(where, message)
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {type(message).__name__}; a message is a dict with 'role' and 'content'")
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has role={message.get('role')!r}; it must be text such as 'user'")
-    checked = {key: _plain(f"{where}.{key}", value) for key, value in message.items() if value is not None}
+    checked = {key: plain(f"{where}.{key}", value) for key, value in message.items() if value is not None}
     content = checked.get("content", "")
     if isinstance(content, list):
         checked["content"] = [_check_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
@@ -145,18 +155,37 @@ def _reads_parts(source: str) -> bool:
     return all(part["text"] in text for part in parts) and "'type'" not in text and '"type"' not in text
 
 
-def _plain(where: str, value: Any) -> Any:
-    """Rebuilds a value out of exact JSON types: nothing with methods reaches a template."""
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return value if type(value) is kind else kind(value)
-    if isinstance(value, Mapping):
-        return {_plain(where, key): _plain(f"{where}.{key}", item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    raise RequestError(f"{where} is {type(value).__name__}; chat templates take JSON values only")
+def _spell_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A message whose tool calls have arguments as the template wants them, however the caller spelled them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_spell_call(call, as_text) for call in calls]}
+
+
+def _spell_call(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _spell_call(call["function"], as_text)}
+    arguments = call.get("arguments")
+    value = read_object(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(value, dict):  # the model wrote broken JSON: it is shown what it wrote
+        return call
+    return {**call, "arguments": write_json(value) if as_text else value}
+
+
+@functools.lru_cache(maxsize=64)
+def _prints_arguments(source: str) -> bool:
+    """Whether a template prints a tool call's arguments as they are, so that they must come as text: ask it."""
+    function = {"name": "jaxkv", "arguments": {"jaxkv-key": "x"}}
+    call = {"id": "call00001", "type": "function", "function": function, **function}
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    context = {"messages": chat, "tools": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+    try:
+        return "{'jaxkv-key'" in _render(source, context)
+    except RequestError as error:
+        return '(not "dict")' in str(error)  # `'<call>' + arguments`: only text can be added to text
 
 
 def _render(source: str, variables: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ def test_every_sampling_field_has_a_flag() -> None:
 
 
 def test_every_load_argument_has_a_flag() -> None:
-    arguments = set(inspect.signature(LLM.load).parameters) - {"model", "data", "progress", "seed"}
+    arguments = set(inspect.signature(LLM.load).parameters) - {"model", "progress", "seed"}
     assert {option.field for option in options.LOAD_OPTIONS} == arguments
 
 
@@ -158,12 +158,13 @@ def test_model_flags_reach_load_and_absent_ones_do_not(llm: FakeLLM) -> None:
     assert llm.load_arguments == {"model": "some/model"}
     flags = (
         "--dtype bfloat16 --max-len 512 --max-rows 4 --page-size 8 --num-pages 64 --token-budget 128 --decode-steps 2 "
-        "--no-prefix-cache --no-overlap --tensor 2 --warm-up"
+        "--no-prefix-cache --no-overlap --tensor 2 --data 2 --warm-up"
     )
     assert main(["generate", "-m", "x", *flags.split(), "hi"]) == 0
     assert llm.load_arguments == {
         "model": "x", "dtype": "bfloat16", "max_len": 512, "max_rows": 4, "page_size": 8, "num_pages": 64,
-        "token_budget": 128, "decode_steps": 2, "prefix_cache": False, "overlap": False, "tensor": 2, "warm_up": True,
+        "token_budget": 128, "decode_steps": 2, "prefix_cache": False, "overlap": False, "tensor": 2, "data": 2,
+        "warm_up": True,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from jaxkv.chat import ChatTemplate
 from jaxkv.errors import RequestError
+from jaxkv.template_check import warn_if_unstable
 
 
 class Vocabulary(Protocol):
@@ -120,7 +121,8 @@ class Tokenizer:
     ) -> list[int]:
         """Lays out a chat with the model's template (or `template`) and encodes it; see `ChatTemplate.render`.
 
-        The template alone decides about the BOS, so that there is never a second one.
+        The template alone decides about the BOS, so that there is never a second one. A template that rewrites earlier
+        tokens when turns are appended is warned of once, in the log: prefix-cache hits end where it does.
 
         Raises:
             RequestError: there is no template, or it refuses the messages.
@@ -128,6 +130,7 @@ class Tokenizer:
         template = template or self.chat_template
         if template is None:
             raise RequestError("this model has no chat template; pass `template=ChatTemplate(...)` or a plain prompt")
+        warn_if_unstable(template, self.special.texts)
         text = template.render(
             messages,
             tools=tools,
