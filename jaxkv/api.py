@@ -68,6 +68,7 @@ class LLM:
         dtype: str = "auto",
         max_len: int | None = None,
         max_rows: int | None = None,
+        kv_dtype: str = "auto",
         page_size: int = 16,
         num_pages: int | None = None,
         memory_fraction: float | None = None,
@@ -85,10 +86,12 @@ class LLM:
 
         Args:
             model: "smollm2", a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id.
-            dtype: of weights, activations and K/V: "float32", "bfloat16", or "auto" (float32 on CPUs, elsewhere the
+            dtype: of weights and activations: "float32", "bfloat16", or "auto" (float32 on CPUs, elsewhere the
                 checkpoint's; bfloat16 for quantised ones).
             max_len: tokens a sequence may hold; None is what the model was trained for.
             max_rows: sequences running at once; a multiple of `data`.
+            kv_dtype: of K/V in the page pool: "auto" (`dtype`), "float32", "bfloat16", or "float8_e4m3fn", which holds twice
+                the tokens of bfloat16 and rounds them.
             page_size: tokens per page.
             num_pages: pages in the pool, a multiple of `data`; None takes `memory_fraction` of the free memory. One
                 sequence lives on one data shard, which has its share of rows and pages.
@@ -109,7 +112,7 @@ class LLM:
             CapacityError: weights or pool do not fit.
         """
         config = EngineConfig(
-            max_len=max_len, max_rows=max_rows, page_size=page_size, num_pages=num_pages,
+            max_len=max_len, max_rows=max_rows, kv_dtype=kv_dtype, page_size=page_size, num_pages=num_pages,
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
             prefix_cache=prefix_cache, overlap=overlap, seed=seed,
         )  # fmt: skip
@@ -172,7 +175,12 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """Of weights, activations and K/V."""
+        """Of weights and activations."""
+        return self._engine.runner.dtype.name
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of K/V in the page pool."""
         return self._engine.runner.pool_spec.dtype.name
 
     @property
@@ -367,7 +375,7 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
 
 def _program_cache(geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
     pool, backend = resolved.pool, resolved.backend
-    facts = (geometry, resolved.scheduler, pool.shape, pool.storage_dtype.name, backend.name, backend.query_tile)
+    facts = (geometry, resolved.scheduler, pool.shape, pool.dtype.name, backend.name, backend.query_tile)
     return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), dict(mesh.shape), *facts)
 
 

@@ -132,6 +132,11 @@ class Runner:
         self._state = self._programs.init_state()
 
     @property
+    def dtype(self) -> np.dtype:
+        """Of weights and activations."""
+        return self._params[0].dtype
+
+    @property
     def num_traces(self) -> collections.Counter[str]:
         """Program name -> times traced."""
         return self._programs.num_traces

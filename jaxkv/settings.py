@@ -18,12 +18,18 @@ from jaxkv.sharding import DATA, TENSOR
 log = logging.getLogger(__name__)
 
 
+# What `kv_dtype` may be besides "auto". float8 halves the pool of a bf16 model; K and V are stored as they are, without
+# scales, and what exceeds 448 saturates. int8 would need scales per model, which nothing measures yet.
+KV_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float8_e4m3fn}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings as the caller gives them; None means "choose for me"."""
 
     max_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
     max_rows: int | None = None  # sequences running at once, over all data shards; None: by platform, on each
+    kv_dtype: str = "auto"  # of K/V in the pool: a name in KV_DTYPES; "auto" is that of the activations
     page_size: int = 16  # tokens per page
     num_pages: int | None = None  # over all data shards; None: from memory_fraction
     memory_fraction: float | None = None  # share of free memory for pages; None: by platform
@@ -41,6 +47,8 @@ class EngineConfig:
         for field in ("prefix_cache", "overlap"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}={getattr(self, field)!r} must be True or False")
+        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
         if self.num_pages is not None and self.memory_fraction is not None:
@@ -70,7 +78,8 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     max_len = config.max_len or model.max_len
     if max_len > model.max_len:
         log.warning("max_len=%d exceeds the %d positions the model was trained for", max_len, model.max_len)
-    backend = ops.fit(backend, _shapes(config, model, dtype, mesh, max_len))
+    kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(KV_DTYPES[config.kv_dtype])
+    backend = ops.fit(backend, _shapes(config, model, dtype, kv_dtype, mesh, max_len))
     num_rows = _share("max_rows", config.max_rows, data) or backend.max_rows  # on a shard
     token_budget = config.token_budget or max(backend.token_budget, num_rows - 1 + backend.query_tile)
     query_tile = _query_tile(token_budget, num_rows, backend)
@@ -81,8 +90,8 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         num_kv_heads=model.num_kv_heads,
         page_size=config.page_size,
         head_dim=model.head_dim,
-        dtype=dtype,
-        storage_dtype=backend.storage_dtype(dtype),
+        dtype=kv_dtype,
+        storage_dtype=backend.storage_dtype(kv_dtype),
         storage_shape=backend.storage_shape,
         num_shards=data,
     )
@@ -117,7 +126,9 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
 
 
-def _shapes(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Mesh, max_len: int) -> ops.Shapes:
+def _shapes(
+    config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype, mesh: Mesh, max_len: int
+) -> ops.Shapes:
     """What one device's kernels work on."""
     tensor = mesh.shape[TENSOR]
     return ops.Shapes(
@@ -127,7 +138,7 @@ def _shapes(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         page_size=config.page_size,
         max_pages=-(-max_len // config.page_size),
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -29,6 +29,14 @@ def test_the_pool_takes_its_share_of_free_memory(monkeypatch) -> None:
     assert result.scheduler.num_pages == result.pool.num_pages
 
 
+def test_a_float8_cache_holds_four_times_the_tokens_of_float32(monkeypatch) -> None:
+    wide, narrow = (resolved(monkeypatch, free=4_000_000, kv_dtype=kv).pool for kv in ("auto", "float8_e4m3fn"))
+    assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.float8_e4m3fn)
+    assert wide.page_bytes == 4 * narrow.page_bytes and narrow.storage_dtype.itemsize == 1
+    with pytest.raises(ConfigError, match=r"kv_dtype='int3' is not one of auto, float32"):
+        EngineConfig(kv_dtype="int3")
+
+
 def test_no_more_pages_than_all_rows_could_use(monkeypatch) -> None:
     assert resolved(monkeypatch, max_rows=3, max_len=100).pool.num_pages == 3 * 7 + 1
 

@@ -21,6 +21,7 @@ def conditions(llm: LLM, workload: Workload) -> dict[str, Any]:
         "benchmark": workload.name,
         "model": llm.name,
         "dtype": llm.dtype,
+        "kv_dtype": llm.kv_dtype,
         "mesh": llm.mesh,
         "num_requests": workload.num_requests,
         "num_prompt_tokens": workload.num_prompt_tokens,

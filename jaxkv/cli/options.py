@@ -70,7 +70,8 @@ SAMPLING_OPTIONS = (
 )
 
 LOAD_OPTIONS = (
-    Option("dtype", "of weights, activations and KV cache: auto, float32 or bfloat16", "DTYPE"),
+    Option("dtype", "of weights and activations: auto, float32 or bfloat16", "DTYPE"),
+    Option("kv_dtype", "of the KV cache: auto, float32, bfloat16 or float8_e4m3fn", "DTYPE"),
     Option("max_len", "tokens a sequence may hold, prompt and output", "N", int),
     Option("max_rows", "sequences running at once", "N", int),
     Option("page_size", "tokens in a page of the KV cache", "N", int),
