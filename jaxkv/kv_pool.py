@@ -92,7 +92,10 @@ def _too_large(spec: PoolSpec, free: int) -> str:
 
 
 def free_memory_bytes(mesh: Mesh) -> int:
-    """Bytes still free over all devices of the mesh; on CPU, the host's available memory."""
+    """Bytes still free over all devices of the mesh; on CPU, the host's available memory, rounded down.
+
+    That one differs a little from start to start, and with it would the pool's shape and so every program.
+    """
     devices = mesh.devices.flatten().tolist()
     stats = [device.memory_stats() for device in devices]
     if all(s and "bytes_limit" in s for s in stats):
@@ -100,8 +103,14 @@ def free_memory_bytes(mesh: Mesh) -> int:
     meminfo = pathlib.Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return _five_bits(int(fields["MemAvailable"].split()[0]) * 1024)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no figure of what is free: half of all
+
+
+def _five_bits(num: int) -> int:
+    """`num` rounded down to its five leading bits: at most 1/16 less."""
+    drop = max(num.bit_length() - 5, 0)
+    return num >> drop << drop
 
 
 def copy_pages(pool: jax.Array, pairs: jax.Array, num_layers: int) -> jax.Array:

@@ -138,4 +138,6 @@ def fit(backend: Backend, shapes: Shapes) -> Backend:
 
 @functools.cache
 def _say_refused(name: str, reason: str) -> None:
-    log.warning("the %s paged-attention kernel does not take this model (%s): using the XLA reference path", name, reason)
+    log.warning(
+        "the %s paged-attention kernel does not take this model (%s): using the XLA reference path", name, reason
+    )

@@ -25,12 +25,18 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 MAX_ENGINES = 8  # folders kept, by last use; one holds the programs of one model under one set of settings
 PACKAGES = ("jaxkv", "kernels_pallas")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
+# jax's settings that no program depends on, by their beginnings; all others count, as new ones come with each version.
+HARMLESS = (
+    "jax_log", "jax_explain", "jax_debug_log", "jax_traceback", "jax_pprint", "jax_dump", "jax_enable_compilation_cache",
+    "jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent_cache",
+)  # fmt: skip
 
 
 class ProgramCache:
@@ -42,10 +48,12 @@ class ProgramCache:
             root: holds a folder per engine; only this user may write there, since entries are pickles.
             devices: the `jax.Device`s that the programs run on.
             facts: all that the programs are made from besides their arguments; their `repr` counts.
+
+        Raises:
+            ConfigError: another user may write to `root`.
         """
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if hasattr(os, "getuid") and root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{root} belongs to another user; set JAXKV_CACHE_DIR to a folder of yours")
+        _check_private(root)
         self._devices = list(devices)
         digest = hashlib.sha256(repr((*_surroundings(), self._devices, *facts)).encode()).hexdigest()[:32]
         self.folder = root / digest
@@ -73,7 +81,7 @@ class ProgramCache:
         return call
 
     def _get(self, name: str, jitted: Any, args: Sequence[Any]) -> Any:
-        digest = hashlib.sha256(repr(jax.tree.map(_describe, args)).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(repr((_settings(), jax.tree.map(_describe, args))).encode()).hexdigest()[:32]
         path = self.folder / f"{name}-{digest}"
         try:
             entry = pickle.loads(path.read_bytes())
@@ -104,6 +112,19 @@ def _without_jax_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+def _check_private(root: Path) -> None:
+    """Entries are pickles: who can write one can run code as whoever reads it."""
+    if not hasattr(os, "getuid"):
+        return
+    status = root.stat()
+    if status.st_uid != os.getuid():
+        raise ConfigError(f"{root} belongs to another user; set JAXKV_CACHE_DIR to a folder of yours")
+    if status.st_mode & 0o022:
+        raise ConfigError(
+            f"other users may write to {root}; run chmod go-w on it, or set JAXKV_CACHE_DIR to another folder"
+        )
+
+
 def _describe(array: Any) -> str:
     return f"{jax.typeof(array)} {getattr(array, 'sharding', None)} {getattr(array, 'committed', None)}"
 
@@ -116,10 +137,16 @@ def _surroundings() -> tuple[object, ...]:
     for file in sorted(file for package in PACKAGES for file in (here / package).rglob("*.py")):
         source.update(f"{file.relative_to(here)}\n".encode() + file.read_bytes())
     devices = [(d.platform, d.device_kind, d.id) for d in jax.devices()]
-    flags = [os.environ.get(name) for name in FLAGS] + [getattr(jax.config, name) for name in SWITCHES]
+    flags = [os.environ.get(name) for name in FLAGS]
     versions = (platform.python_version(), jax.__version__, importlib.metadata.version("jaxlib"), flax.__version__)
     driver = jax.devices()[0].client.platform_version
     return (source.hexdigest(), versions, driver, devices, flags, _cpu_features())
+
+
+def _settings() -> dict[str, Any]:
+    """jax's own, now: they may change at any time, and tracing reads them."""
+    values: dict[str, Any] = jax.config.values  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: value for name, value in sorted(values.items()) if not name.startswith(HARMLESS)}
 
 
 def _cpu_features() -> str:
@@ -142,6 +169,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _drop_oldest(root: Path) -> None:
-    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=_last_use)
     for folder in folders[:-MAX_ENGINES]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _last_use(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process dropped it just now
+        return 0.0

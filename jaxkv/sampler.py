@@ -69,7 +69,10 @@ def adjust(
     logits = _where_any(has_bad_words, lambda x: mask_bad_words(x, params.bad_words, recent), logits)
     logits = _where_any(too_early, lambda x: mask_stop_ids(x, params.stop_ids, too_early), logits)
     logits = _where_any(has_bias, lambda x: add_bias(x, params), logits)
-    return _where_any(live & params.penalised, lambda x: penalise(x, counts[rows], params), logits)
+    # Row by row: XLA:TPU gathers all rows' counts into VMEM at once, and does not compile where they exceed it.
+    return _where_any(
+        live & params.penalised, lambda x: penalise(x, jax.lax.map(lambda row: counts[row], rows), params), logits
+    )
 
 
 def _where_any(flags: jax.Array, change, logits: jax.Array) -> jax.Array:

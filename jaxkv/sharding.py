@@ -33,11 +33,11 @@ def make_mesh(tensor: int = 1, data: int = 1) -> Mesh:
     """A mesh `(data, tensor)` of the first `data * tensor` devices.
 
     Raises:
-        ConfigError: there are fewer devices.
+        ConfigError: there are fewer devices, or these are no numbers of devices.
     """
     for name, size in ((TENSOR, tensor), (DATA, data)):
-        if size < 1:
-            raise ConfigError(f"{name}={size} must be >= 1")
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name}={size!r} must be a whole number >= 1")
     devices, num = jax.devices(), data * tensor
     if num > len(devices):
         raise ConfigError(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv import program_cache
+from jaxkv.errors import ConfigError
 from jaxkv.program_cache import MAX_ENGINES, ProgramCache
 
 
@@ -60,9 +61,54 @@ def test_other_facts_other_programs(tmp_path: Path) -> None:
 
 
 def test_changed_source_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = make_cache(tmp_path).folder
-    monkeypatch.setattr(program_cache, "_surroundings", lambda: ("other source",))
-    assert make_cache(tmp_path).folder != before
+    monkeypatch.setattr(program_cache, "__file__", str(tmp_path / "jaxkv" / "program_cache.py"))
+    source = tmp_path / "kernels_pallas" / "op" / "tuned.py"
+    source.parent.mkdir(parents=True)
+    seen = set()
+    for text in ("TILE = 1", "TILE = 2", "TILE = 1"):
+        source.write_text(text)
+        seen.add(repr(program_cache._surroundings.__wrapped__()))
+    assert len(seen) == 2
+
+
+def test_changed_settings_of_jax_other_programs(tmp_path: Path) -> None:
+    """Also within a process; drawing reads this one, and it changes the numbers drawn."""
+    call(make_cache(tmp_path), Counted())
+    before = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_threefry_partitionable", not before)
+    try:
+        call(make_cache(tmp_path), other := Counted())
+    finally:
+        jax.config.update("jax_threefry_partitionable", before)
+    with jax.log_compiles():
+        call(make_cache(tmp_path), logged := Counted())
+    assert (other.num_traces, logged.num_traces) == (1, 0)
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "programs"
+    make_cache(root)
+    root.chmod(0o770)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        make_cache(root)
+
+
+def test_a_folder_that_vanishes_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that starts at the same time drops the oldest, too."""
+    for number in range(MAX_ENGINES + 1):
+        (tmp_path / f"{number}").mkdir()
+    is_dir, others = Path.is_dir, iter([tmp_path / "3"])
+
+    def is_dir_for_now(path: Path) -> bool:
+        answer = is_dir(path)
+        for gone in others:
+            gone.rmdir()
+        return answer or path == tmp_path / "3"
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_for_now)
+    make_cache(tmp_path)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == MAX_ENGINES
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", None])

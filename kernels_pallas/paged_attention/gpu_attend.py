@@ -130,7 +130,7 @@ class _Shared:
     keys_here: Any  # barriers [stages]
     values_here: Any  # barriers [stages]
     used: Any  # barriers [stages]: every warpgroup has read the stage, it can be filled again
-    cleared: Any  # barrier: what lies beyond the row's end in the last chunk's values is zero
+    cleared: Any  # barrier: what is not of the row in the last chunk's values is zero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,10 +238,11 @@ def _consume(job: _Job, shared: _Shared, plan: Plan, warpgroup: Any) -> None:
     def visit(index: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, total, *acc = carry
         stage, first_key = index % plan.stages, (job.first_chunk + index) * CHUNK
+        real = job.first_key - first_key, job.kv_len - first_key
         plgpu.barrier_wait(shared.keys_here.at[stage])
         keys = shared.keys.at[stage]
         if shared.wide is not None:
-            keys = _widen(keys, shared.wide.at[warpgroup], CHUNK)
+            keys = _widen(keys, shared.wide.at[warpgroup], 0, CHUNK)
         scores = _scores(_product(shared.queries.at[warpgroup], keys.transpose((1, 0))), plan)
         scores = jnp.where(_seen(first_key, last_key, job, plan), scores, NEG_INF)
         new_peak = jnp.maximum(peak, scores.max(axis=1))
@@ -253,9 +254,9 @@ def _consume(job: _Job, shared: _Shared, plan: Plan, warpgroup: Any) -> None:
         plgpu.barrier_wait(shared.values_here.at[stage])
         values = shared.values.at[stage]
         if shared.wide is not None:
-            values = _widen(values, shared.wide.at[warpgroup], job.kv_len - first_key)
+            values = _widen(values, shared.wide.at[warpgroup], *real)
         else:
-            _clear_tail(values, shared.cleared, warpgroup, job.kv_len - first_key)
+            _clear_unreal(values, shared.cleared, warpgroup, *real)
         for i, part in enumerate(columns):
             added = _product(shared.weights.at[warpgroup], values.at[:, part])
             acc[i] = acc[i] * _across(keep, part.size) + added
@@ -300,36 +301,40 @@ def _seen(first_key: Any, last_key: jax.Array, job: _Job, plan: Plan) -> jax.Arr
     return seen & (key > _across(last_key - job.window, CHUNK)) if plan.windowed else seen
 
 
-def _widen(narrow: Any, wide: Any, num_keys: Any) -> Any:
-    """`wide [CHUNK, D]`, filled with the first `num_keys` of `narrow [CHUNK, D]` and zeros."""
+def _widen(narrow: Any, wide: Any, first: Any, end: Any) -> Any:
+    """`wide [CHUNK, D]`, filled with keys `[first, end)` of `narrow [CHUNK, D]`, and zeros around them."""
     for part in _columns(wide.shape[1]):
-        wide[:, part] = _first_rows(narrow[:, part], num_keys, wide.dtype)
+        wide[:, part] = _only_rows(narrow[:, part], first, end, wide.dtype)
     plgpu.commit_smem()
     return wide
 
 
-def _clear_tail(values: Any, cleared: Any, warpgroup: Any, num_keys: Any) -> None:
-    """Zeroes values beyond the row's end: they weigh nothing, but 0 * NaN is NaN. At most once a block, in its last chunk."""
+def _clear_unreal(values: Any, cleared: Any, warpgroup: Any, first: Any, end: Any) -> None:
+    """Zeroes values beyond the row's end: they weigh nothing, but 0 * NaN is NaN. At most once a block, in its last chunk.
 
-    @pl.when(num_keys < CHUNK)
+    What stands before `first`, if this chunk is also the block's first one, may be that same tail: a window shorter than a
+    page makes the last page the first one, too, which `_produce` reads once more in place of those before.
+    """
+
+    @pl.when(end < CHUNK)
     def _() -> None:
         @pl.when(warpgroup == 0)
         def _() -> None:
             for part in _columns(values.shape[1]):
-                values[:, part] = _first_rows(values[:, part], num_keys, values.dtype)
+                values[:, part] = _only_rows(values[:, part], first, end, values.dtype)
             plgpu.commit_smem()
 
         plgpu.barrier_arrive(cleared)
         plgpu.barrier_wait(cleared)
 
 
-def _first_rows(values: jax.Array, num_rows: Any, dtype: Any) -> jax.Array:
+def _only_rows(values: jax.Array, first: Any, end: Any, dtype: Any) -> jax.Array:
     row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
     values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     if values.dtype == jnp.float8_e4m3fn:  # Hopper converts it to float16 alone
         values = values.astype(jnp.float32)
     values = values.astype(dtype)
-    return jnp.where(row < num_rows, values, jnp.zeros_like(values))
+    return jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
 
 
 def _columns(head_dim: int) -> list[Any]:

@@ -117,7 +117,10 @@ def attend(
         peak, total, acc = carry
         pages = jax.lax.dynamic_slice_in_dim(page_table, index * tile_pages, tile_pages, axis=1) + first_page
         position = index * tile + jnp.arange(tile)
-        exists = (position[None, :] < kv_len[:, None])[:, None, :, None]  # [N, 1, tile, 1]
+        exists = position[None, :] < kv_len[:, None]  # [N, tile]
+        if window is not None:  # pages before the window may have been released, and the null page may hold NaN
+            exists &= position[None, :] > tiles.start[:, None] - window
+        exists = exists[:, None, :, None]
         keys = _gather(pool, pages, 0)
         values = jnp.where(exists, _gather(pool, pages, 1), 0.0)  # 0 * NaN is NaN
         scores = _batched_dot(qk, keys, 3)  # [N, K, G * Q, tile]

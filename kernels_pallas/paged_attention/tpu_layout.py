@@ -123,6 +123,11 @@ class Problem:
         )  # K, V, scores, weights, masks that are spilled
         return buffers + state + values
 
+    @property
+    def smem_bytes(self) -> int:
+        """What the kernel needs of SMEM: the page tables of a tile and the next one, twice as in VMEM, and two numbers a tile."""
+        return 4 * (4 * _up(self.table_pages, LANES) + 2 * self.num_tiles)
+
 
 def unsupported(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, and the way out; None if it does."""
@@ -136,6 +141,11 @@ def unsupported(problem: Problem) -> str | None:
         )
     if problem.page_size % 8:  # 12 does not compile; fewer than 8 would be stored as 8
         return f"page_size={problem.page_size} is not a multiple of 8; use 16, 32, 64 or 128"
+    if problem.smem_bytes > tuned.TPU_SMEM_BYTES:
+        return (
+            f"table_pages={problem.table_pages} pages a row need {problem.smem_bytes >> 10} KiB of SMEM of "
+            f"{tuned.TPU_SMEM_BYTES >> 10}; use larger pages, or a smaller max_len"
+        )
     if problem.vmem_bytes > tuned.TPU_VMEM_BYTES:
         return (
             f"width={problem.width} queries of {problem.groups} x {problem.num_kv_heads} heads of {problem.head_dim} with "

@@ -18,6 +18,9 @@ TPU_ROWS_TOGETHER = 64
 # What a kernel may take of VMEM: v5e and v6e have 128 MiB, a core of tpu7x 64. XLA keeps small arrays there too.
 TPU_VMEM_BYTES = 48 << 20
 
+# What a kernel may take of SMEM: v5e and v6e have 1 MiB, of which the compiler keeps 3 KiB and more.
+TPU_SMEM_BYTES = 960 << 10
+
 # --- GPU: Hopper -----------------------------------------------------------------------------------------------------
 # From sizes and data sheets; nothing here was timed on a GPU yet. Of what a program fixes once (heads, head dim) and
 # never of the number of rows: a row's result must not depend on its batch.

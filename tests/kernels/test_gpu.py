@@ -130,6 +130,14 @@ def test_pages_before_the_window_may_be_released() -> None:
     check(interpreted(), case, shape)
 
 
+@pytest.mark.parametrize("kind", [{}, FLOAT8], ids=str)
+def test_a_window_within_the_last_page(kind: dict) -> None:
+    """Its page stands in for those before it in the chunk, too, and its tail holds NaN."""
+    shape = bf16(page_size=16, num_heads=2, num_kv_heads=1, head_dim=64, window=3, **kind)
+    case = make_case(shape, [(148, 1)])  # sees keys 146 to 148; the page has 144 to 159, the chunk 128 to 191
+    check(interpreted(), case, shape)
+
+
 def test_heads_of_a_token_in_two_blocks() -> None:
     """128 queries a block hold 42.67 tokens of 3 heads."""
     shape = bf16(page_size=16, num_heads=3, num_kv_heads=1, head_dim=64, width=50)

@@ -94,6 +94,14 @@ def test_a_tile_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_array_equal(first_row(case), first_row(dataclasses.replace(case, parts=(alone,))))
 
 
+def test_pages_before_the_window_may_be_released() -> None:
+    """Their entries in the table are the null page's then, which holds NaN."""
+    shape = Shape(page_size=16, num_heads=2, num_kv_heads=1, window=20)
+    case = make_case(shape, [(125, 1)])  # sees keys from 106, in page 6
+    case.parts[0].page_table[0, :6] = 0
+    check(as_values, case, shape)
+
+
 def test_the_pool_stays_in_place() -> None:
     pool = jnp.zeros((4096, 2, 2, 8, 8), jnp.float32)
     kv, q = jnp.zeros((3, 2, 8), jnp.float32), jnp.zeros((3, 4, 8), jnp.float32)

@@ -92,6 +92,14 @@ def test_a_tile_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_array_equal(middle_row([1, 1, 1]), middle_row([0, 1, 0]))
 
 
+def test_pages_before_the_window_may_be_released() -> None:
+    """Their entries in the table are the null page's then, which holds NaN."""
+    shape = Shape(page_size=16, num_heads=2, num_kv_heads=1, window=20)
+    case = make_case(shape, [(125, 1)])  # sees keys from 106, in page 6
+    case.parts[0].page_table[0, :6] = 0
+    check(interpreted(), case, shape)
+
+
 def test_narrow_heads_share_lanes() -> None:
     pages = jnp.arange(3 * 2 * 2 * 8 * 64, dtype=jnp.float32).reshape(3, 2, 2, 8, 64)
     for head_dim in (5, 64):
@@ -115,6 +123,7 @@ def problem(**changes) -> tpu.Problem:
         ({"pool_dtype": jnp.dtype(jnp.float8_e5m2)}, "float8_e5m2"),
         ({"page_size": 12}, "page_size=12"),
         ({"width": 1024}, "width=1024"),
+        ({"table_pages": 65536}, "table_pages=65536"),  # a million tokens: 3 KiB too much for the compiler
     ],
 )
 def test_refuses_by_name(changes: dict, said: str) -> None:
