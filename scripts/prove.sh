@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Compiles kernels and steps with the TPU and GPU compilers, for chips that are not there, and checks what came out.
+# Sets up the environment with these compilers first (jaxkv[plan], some 400 MB).
+#
+#   scripts/prove.sh [PYTEST ARGUMENT...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+pytest_args=("$@")
+. scripts/setup.sh test plan
+exec "$python" -m pytest -m compile ${pytest_args[@]+"${pytest_args[@]}"}

@@ -1,0 +1,92 @@
+"""The arithmetic of `jaxkv plan`."""
+
+import dataclasses
+
+import pytest
+
+from jaxkv.capacity.chips import CHIPS
+from jaxkv.capacity.geometry import Layout, bound, tensor_sizes
+from jaxkv.capacity.known import KNOWN
+from jaxkv.capacity.report import Budget, advise, batch_sizes, bounds, larger_slice, rows_at, to_json
+from jaxkv.models.registry import find_family
+
+BILLION = 1e9
+SIZES = {  # numbers in the weights, as the model cards say
+    "llama-2-7b": 6.74, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.3-70b": 70.6,
+    "mistral-7b": 7.25, "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71, "tinyllama-1.1b": 1.1,
+}  # fmt: skip
+
+
+def layout(name: str = "llama-3.1-8b", tensor: int = 1, data: int = 1) -> Layout:
+    cfg = find_family(KNOWN[name]).config_from_hf(KNOWN[name])
+    return Layout(cfg=cfg, tensor=1, data=data, dtype_bytes=2, kv_dtype_bytes=2).with_tensor(tensor)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES.items())
+def test_known_models_have_the_size_they_are_named_for(name: str, size: float) -> None:
+    assert layout(name).num_weights / BILLION == pytest.approx(size, rel=0.01)
+
+
+def test_known_models_are_read_by_a_family() -> None:
+    for config in KNOWN.values():
+        find_family(config).config_from_hf(config)
+
+
+def test_bytes_of_a_decode_step() -> None:
+    work = layout(tensor=8).decode(rows=16, context_len=1000)
+    assert layout(tensor=8).token_bytes == 2 * 32 * 128 * 2  # one KV head is left on each device
+    assert work.kv_bytes == 16 * 1000 * 2 * 32 * 128 * 2
+    assert work.logit_bytes == 16 * 128256 / 8 * 4
+    table = 128256 * 4096 // 8
+    assert work.weight_bytes == layout(tensor=8).weight_bytes - (table - 16 * 4096) * 2
+    attention = 4 * 16 * 1000 * 32 * 128 * 32 / 8
+    assert work.flops == pytest.approx(2 * 16 * 7.5e9 / 8 + attention, rel=0.01)
+    assert layout().decode(16, 1000).link_bytes == 0
+
+
+def test_copied_kv_heads_take_memory() -> None:
+    assert layout(tensor=16).token_bytes == layout(tensor=8).token_bytes
+    assert tensor_sizes(layout().cfg, 64) == [1, 2, 4, 8, 16, 32]
+
+
+def test_small_batches_wait_for_memory_and_large_ones_for_arithmetic() -> None:
+    chip = CHIPS["v6e"]
+    rules = [bound(layout().decode(rows, 128), chip, 2).rules for rows in (1, 64, 4096)]
+    assert rules == ["memory", "memory", "compute"]
+    (one,) = bounds(layout(), chip, [1], 0)
+    assert one.tokens_s == pytest.approx(chip.hbm_bytes_s / layout().decode(1, 0).bytes)
+
+
+def test_budget() -> None:
+    budget = Budget(usable=1000, weights=500, state=10, temp=20, page=9)
+    assert (budget.free, budget.for_pages, budget.num_pages) == (500, 450, 49)
+    assert budget.missing(49) == 0 and budget.missing(50) > 0
+    greedy = dataclasses.replace(budget, temp=200)
+    assert greedy.for_pages == 290 and greedy.missing(40) == 500 + 41 * 9 + 210 - 1000
+    assert Budget(usable=10, weights=50, state=0, temp=0, page=9).num_pages == 0
+
+
+def test_rows_that_fit() -> None:
+    assert rows_at(100, 16, data=2, context_len=33) == 100 // 3 * 2
+    assert batch_sizes(1) == [1] and batch_sizes(5) == [1, 2, 4, 5]
+
+
+def test_advice_names_the_nearest_setting() -> None:
+    one = layout("llama-3.3-70b", tensor=4)
+    budget = Budget(usable=31 * 2**30, weights=one.weight_bytes, state=0, temp=0, page=one.token_bytes * 16)
+    found = advise(one, budget, num_devices=8, page_size=16, max_len=4096, dtypes={"bfloat16": 2, "float32": 4})
+    assert [advice.setting for advice in found] == ["--tensor 8"]
+    larger = larger_slice(one, budget, CHIPS["v6e"], page_size=16, max_len=4096)
+    assert larger is not None and larger.setting == "a topology of 8 or more v6e chips"
+
+
+def test_advice_shortens_rows() -> None:
+    one = layout()
+    budget = Budget(usable=17 * 10**9, weights=one.weight_bytes, state=0, temp=0, page=one.token_bytes * 16)
+    found = advise(one, budget, num_devices=1, page_size=16, max_len=131072, dtypes={"bfloat16": 2})
+    assert [advice.setting for advice in found] == [f"--max-len {budget.num_pages * 16}"]
+    assert budget.num_pages > 100
+
+
+def test_json_holds_what_is_computed() -> None:
+    assert to_json({"a": (Budget(usable=10, weights=4, state=1, temp=1, page=1),)})["a"][0]["num_pages"] == 3

@@ -1,0 +1,122 @@
+"""The step programs through the TPU and GPU compilers, without TPU or GPU: in place, no copies, no surprise collectives."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxkv.capacity import topology
+from jaxkv.capacity.checks import complaints
+from jaxkv.capacity.compiled import AbstractEngine, StepFacts
+from jaxkv.capacity.known import KNOWN
+from jaxkv.capacity.proof import CASES, CONTEXT_LEN, ROWS, Case, compile_step, engine_of, layout_of, prove
+from jaxkv.errors import ConfigError
+from jaxkv.models import llama
+from jaxkv.settings import EngineConfig
+
+pytestmark = pytest.mark.compile
+
+SMALL = Case("v6e:2x2", "llama-3.2-1b", tensor=4)
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_cache() -> Iterator[None]:
+    """What a compiler without its device has made cannot be read back from the cache."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_only() -> None:
+    topology.prepare_environment()
+
+
+def need(case: Case) -> None:
+    """Skips where the compiler is not installed."""
+    try:
+        topology.check_compiler(case.parsed.chip)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_programs(case: Case) -> None:
+    need(case)
+    proof = prove(case)
+    kernels = {"v5e": "tpu", "v6e": "tpu", "tpu7x": "tpu", "h100": "gpu", "h200": "gpu"}
+    for step, found in zip(proof.steps, proof.complaints, strict=True):
+        assert step.attention == kernels.get(case.parsed.chip.name, "xla")
+        assert not found, step
+
+
+def test_tpu7x_copies_weights() -> None:
+    """If this fails for want of copies, all the better: `chips.Chip.weight_copies` can go."""
+    case = next(case for case in CASES if case.topology == "tpu7x:2x2x2")
+    need(case)
+    engine = engine_of(case)
+    assert 0.5 * engine.weight_bytes < compile_step(engine, "decode").temp_bytes < 1.2 * engine.weight_bytes
+
+
+def test_bytes_of_a_decode_step() -> None:
+    """No more than 15% above weights, live K/V and logits, for Llama 3.1 8B on eight v6e chips."""
+    case = next(case for case in CASES if (case.topology, case.model) == ("v6e:2x4", "llama-3.1-8b"))
+    need(case)
+    work = layout_of(case).decode(ROWS, CONTEXT_LEN)
+    moved = compile_step(engine_of(case), "decode").moved_bytes + work.kv_bytes
+    assert moved <= 1.15 * work.bytes
+
+
+# --- what the checks are worth: programs that copy the pool -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology_name", ["v6e:2x2", "h200x4"])
+def test_without_donation_the_checks_fail(topology_name: str) -> None:
+    case = Case(topology_name, SMALL.model, tensor=4)
+    need(case)
+    engine = _third_of_the_pool(engine_of(case), case)  # two pools have to fit
+    plain = jax.jit(engine.programs.decode.__wrapped__)
+    facts = engine.facts("decode", plain, engine.arguments("decode", rows=ROWS), ROWS)
+    assert any("not updated in place" in each for each in _complaints(facts, case))
+
+
+@pytest.mark.parametrize("topology_name", ["v6e:2x2", "h200x4"])
+def test_with_the_pool_as_xs_and_ys_the_checks_fail(topology_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alias size is as it should be; the copies are seen all the same."""
+    case = Case(topology_name, SMALL.model, tensor=4)
+    need(case)
+    monkeypatch.setattr(llama, "run_layers", _run_layers_over_the_pool)
+    engine = _third_of_the_pool(engine_of(case), case)
+    facts = engine.decode(ROWS)
+    found = _complaints(facts, case)
+    assert any("as large as a layer of the pool" in each for each in found), found
+    assert facts.alias_bytes >= facts.pool_bytes
+
+
+def _complaints(facts: StepFacts, case: Case) -> list[str]:
+    return complaints(facts, tensor=case.tensor, usable_bytes=topology.usable_bytes(case.parsed.chip))
+
+
+def _third_of_the_pool(engine: AbstractEngine, case: Case) -> AbstractEngine:
+    """The same with a third of the pages."""
+    pages = (engine.resolved.pool.num_pages - 1) // 3
+    config = EngineConfig(num_pages=pages, max_rows=ROWS, max_len=8192)
+    return AbstractEngine(KNOWN[case.model], engine.mesh, config)
+
+
+def _run_layers_over_the_pool(layers: Any, body: Any, carry: Any, num_layers: int) -> Any:
+    """`layers.run_layers` with each layer's pages as scanned input and output."""
+    x, pool = carry
+    graph, stacked = nnx.split(layers)
+    first = jnp.int32(0)  # of a layer's own pages
+
+    def one(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+        weights, pages = xs
+        return body(nnx.merge(graph, weights), first, (x, pages))
+
+    x, pools = jax.lax.scan(one, x, (stacked, pool.reshape(num_layers, -1, *pool.shape[1:])))
+    return x, pools.reshape(pool.shape)
