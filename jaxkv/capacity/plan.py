@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxkv.capacity import topology as topologies
 from jaxkv.capacity.checks import complaints
 from jaxkv.capacity.compiled import AbstractEngine, StepFacts
@@ -27,9 +29,10 @@ from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import LlamaConfig
 from jaxkv.models.registry import find_family
 from jaxkv.ops import XLA
-from jaxkv.settings import EngineConfig
+from jaxkv.settings import KV_DTYPES, EngineConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+KV_DTYPE_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in KV_DTYPES.items()}
 LENGTHS = (1024, 4096, 16384, 65536)
 CONTEXT_LEN = 1024  # of the roofline, unless asked otherwise
 
@@ -41,7 +44,8 @@ class Question:
     model: str  # its name in the report
     config: Mapping[str, Any]  # as in config.json
     topology: Topology
-    dtype: str = "bfloat16"  # of weights, activations and K/V
+    dtype: str = "bfloat16"  # of weights and activations
+    kv_dtype: str | None = None  # of K/V; None: the same
     max_len: int | None = None  # tokens a row may hold; None: what the model was trained for, or as many as fit
     max_rows: int | None = None  # None: the engine's default
     page_size: int = 16
@@ -70,6 +74,7 @@ class Report:
     tensor: int
     data: int
     dtype: str
+    kv_dtype: str
     page_size: int
     max_len: int
     max_rows: int
@@ -108,9 +113,11 @@ class _Planner:
         self.notes: list[str] = []
         self.cfg = find_family(question.config).config_from_hf(question.config)
         self.tensor, self.data = mesh_sizes(question, self.cfg)
-        size = DTYPE_BYTES[question.dtype]
-        cfg = copy_kv_heads(self.cfg, self.tensor)
-        self.layout = Layout(cfg=cfg, tensor=self.tensor, data=self.data, dtype_bytes=size, kv_dtype_bytes=size)
+        self.kv_dtype = question.kv_dtype or question.dtype
+        self.layout = Layout(
+            cfg=copy_kv_heads(self.cfg, self.tensor), tensor=self.tensor, data=self.data,
+            dtype_bytes=DTYPE_BYTES[question.dtype], kv_dtype_bytes=KV_DTYPE_BYTES[self.kv_dtype],
+        )  # fmt: skip
         topologies.check_compiler(self.chip)  # said before arithmetic that may end without it
 
     def report(self) -> Report:
@@ -155,7 +162,6 @@ class _Planner:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        import numpy as np
         from jax.sharding import Mesh
 
         devices = np.asarray(topologies.devices(self.question.topology)[: self.tensor * self.data])
@@ -166,8 +172,9 @@ class _Planner:
         max_len = q.max_len or min(self.cfg.max_len, num_pages * q.page_size)
         most = max((max_rows or XLA.max_rows * self.data) // self.data, 1) * pages_of(max_len, q.page_size)
         config = EngineConfig(
-            max_len=max_len, max_rows=max_rows, page_size=q.page_size, num_pages=min(num_pages, most) * self.data
-        )
+            max_len=max_len, max_rows=max_rows, page_size=q.page_size, num_pages=min(num_pages, most) * self.data,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
         return AbstractEngine(q.config, self.mesh, config, dtype=q.dtype)
 
     def _report(self, budget: Budget, engine: AbstractEngine | None, steps: tuple[StepFacts, ...]) -> Report:
@@ -180,7 +187,7 @@ class _Planner:
         work = self.layout.decode(decode.num_tokens if decode else 1, q.context_len)
         return Report(
             model=q.model, topology=q.topology.name, device_kind=chip.device_kind,
-            num_devices=q.topology.num_devices, tensor=self.tensor, data=self.data, dtype=q.dtype,
+            num_devices=q.topology.num_devices, tensor=self.tensor, data=self.data, dtype=q.dtype, kv_dtype=self.kv_dtype,
             page_size=q.page_size, max_len=max_len, max_rows=max_rows, budget=budget, num_pages=budget.num_pages,
             num_tokens=budget.num_pages * q.page_size * self.data, missing_bytes=missing,
             rows_at=tuple(
@@ -209,7 +216,7 @@ class _Planner:
         max_len = q.max_len or q.page_size
         found = advise(
             self.layout, budget, num_devices=q.topology.num_devices, page_size=q.page_size, max_len=max_len,
-            dtypes=DTYPE_BYTES,
+            dtypes=DTYPE_BYTES, kv_dtypes=KV_DTYPE_BYTES,
         )  # fmt: skip
         larger = larger_slice(self.layout, budget, self.chip, page_size=q.page_size, max_len=max_len)
         return tuple(found or ([larger] if larger else []))

@@ -89,7 +89,14 @@ class Advice:
 
 
 def advise(
-    layout: Layout, budget: Budget, *, num_devices: int, page_size: int, max_len: int, dtypes: Mapping[str, int]
+    layout: Layout,
+    budget: Budget,
+    *,
+    num_devices: int,
+    page_size: int,
+    max_len: int,
+    dtypes: Mapping[str, int],
+    kv_dtypes: Mapping[str, int],
 ) -> list[Advice]:
     """The nearest settings that hold one row of `max_len` tokens, nearest first; nothing if none does.
 
@@ -99,7 +106,8 @@ def advise(
         num_devices: of the topology.
         page_size: tokens a page.
         max_len: tokens of a row.
-        dtypes: name -> bytes of the dtypes that weights and K/V may have.
+        dtypes: name -> bytes of the dtypes that weights may have.
+        kv_dtypes: the same for K/V.
     """
     pages = pages_of(max_len, page_size)
 
@@ -118,10 +126,18 @@ def advise(
             tokens = budget_of(other).num_pages * page_size
             found.append(Advice(f"--tensor {tensor}", f"{tokens:,} tokens of cache for each of its data shards"))
             break
-    for name, size in dtypes.items():
-        smaller = dataclasses.replace(layout, dtype_bytes=size, kv_dtype_bytes=size)
-        if size < layout.dtype_bytes and fits(smaller):
-            found.append(Advice(f"--dtype {name}", f"{budget_of(smaller).num_pages * page_size:,} tokens of cache"))
+    others = [
+        (f"--kv-dtype {name}", dataclasses.replace(layout, kv_dtype_bytes=size))
+        for name, size in kv_dtypes.items()
+        if size < layout.kv_dtype_bytes
+    ] + [
+        (f"--dtype {name}", dataclasses.replace(layout, dtype_bytes=size, kv_dtype_bytes=size))
+        for name, size in dtypes.items()
+        if size < layout.dtype_bytes
+    ]
+    for setting, smaller in others:
+        if fits(smaller):
+            found.append(Advice(setting, f"{budget_of(smaller).num_pages * page_size:,} tokens of cache"))
             break
     return found
 

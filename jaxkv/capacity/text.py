@@ -12,7 +12,8 @@ def render(report: Report) -> str:
 
 
 def _lines(r: Report) -> Iterator[str]:
-    yield f"{r.model} on {r.topology}: {r.num_devices} x {r.device_kind}, tensor={r.tensor} data={r.data}, {r.dtype}"
+    devices = f"{r.num_devices} x {r.device_kind}, tensor={r.tensor} data={r.data}"
+    yield f"{r.model} on {r.topology}: {devices}, {r.dtype}, K/V in {r.kv_dtype}"
     yield ""
     yield from _memory(r)
     if not r.fits:

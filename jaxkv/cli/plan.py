@@ -35,6 +35,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-rows", type=_count, metavar="N", help="sequences running at once (default: 256)")
     parser.add_argument("--page-size", type=_count, default=16, metavar="N", help="tokens in a page (default: 16)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--kv-dtype", choices=("bfloat16", "float32", "float8_e4m3fn"), help="of the KV cache (default: as --dtype)"
+    )
     parser.add_argument("--tensor", type=_count, metavar="N", help="devices over which weights and K/V heads are split")
     parser.add_argument("--data", type=_count, metavar="N", help="devices over which sequences are split")
     parser.add_argument(
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     report = make_plan(
         Question(
             model=args.model, config=read_config(args.model), topology=parse_topology(args.topology),
-            dtype=args.dtype, max_len=args.max_len, max_rows=args.max_rows, page_size=args.page_size,
+            dtype=args.dtype, kv_dtype=args.kv_dtype, max_len=args.max_len, max_rows=args.max_rows, page_size=args.page_size,
             tensor=args.tensor, data=args.data, lengths=args.lengths or LENGTHS, context_len=args.context_len,
         )
     )  # fmt: skip

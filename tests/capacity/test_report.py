@@ -74,7 +74,15 @@ def test_rows_that_fit() -> None:
 def test_advice_names_the_nearest_setting() -> None:
     one = layout("llama-3.3-70b", tensor=4)
     budget = Budget(usable=31 * 2**30, weights=one.weight_bytes, state=0, temp=0, page=one.token_bytes * 16)
-    found = advise(one, budget, num_devices=8, page_size=16, max_len=4096, dtypes={"bfloat16": 2, "float32": 4})
+    found = advise(
+        one,
+        budget,
+        num_devices=8,
+        page_size=16,
+        max_len=4096,
+        dtypes={"bfloat16": 2, "float32": 4},
+        kv_dtypes={"float8_e4m3fn": 1},
+    )
     assert [advice.setting for advice in found] == ["--tensor 8"]
     larger = larger_slice(one, budget, CHIPS["v6e"], page_size=16, max_len=4096)
     assert larger is not None and larger.setting == "a topology of 8 or more v6e chips"
@@ -83,7 +91,9 @@ def test_advice_names_the_nearest_setting() -> None:
 def test_advice_shortens_rows() -> None:
     one = layout()
     budget = Budget(usable=17 * 10**9, weights=one.weight_bytes, state=0, temp=0, page=one.token_bytes * 16)
-    found = advise(one, budget, num_devices=1, page_size=16, max_len=131072, dtypes={"bfloat16": 2})
+    found = advise(
+        one, budget, num_devices=1, page_size=16, max_len=131072, dtypes={"bfloat16": 2}, kv_dtypes={"bfloat16": 2}
+    )
     assert [advice.setting for advice in found] == [f"--max-len {budget.num_pages * 16}"]
     assert budget.num_pages > 100
 
