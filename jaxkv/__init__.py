@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.cache_control import CacheControl as CacheControl
 from jaxkv.kv_math import kv_cache_bytes as kv_cache_bytes
 from jaxkv.request import RequestOutput as RequestOutput
 from jaxkv.request import SamplingParams as SamplingParams

@@ -2,7 +2,18 @@
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import CapacityError, RequestError
-from jaxkv.request import SamplingParams
+from jaxkv.request import Request, SamplingParams
+
+
+def check_cached(request: Request, config: SchedulerConfig) -> None:
+    """Refuses what asks for something of a prefix cache that is not there.
+
+    Raises:
+        RequestError: it does.
+    """
+    if not config.prefix_cache and (request.marks or request.cache_key):
+        name = "prompt_cache_key" if request.cache_key else "cache_control or prompt_cache_retention"
+        raise RequestError(f"{name} needs the prefix cache, which is off; load with prefix_cache=True or leave it out")
 
 
 def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig) -> None:

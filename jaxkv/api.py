@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import ops, prefix_cache, sharding
+from jaxkv.cache_control import CacheControl, Caching
 from jaxkv.catalog import open_model
+from jaxkv.chat_cache import read_marks
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
 from jaxkv.compile_cache import use_compilation_cache
@@ -23,6 +25,7 @@ from jaxkv.explain import Explanation, explain_live
 from jaxkv.intake import Intake
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import LlamaConfig
+from jaxkv.models.registry import Family
 from jaxkv.outputs import OutputBuilder
 from jaxkv.program_cache import ProgramCache
 from jaxkv.progress import Progress
@@ -34,6 +37,7 @@ from jaxkv.stream import TextStream
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
+Each = TypeVar("Each")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ class LLM:
         token_budget: int | None = None,
         decode_steps: int | None = None,
         prefix_cache: bool = True,
+        eviction: str = "lru",
         overlap: bool = True,
         seed: int = 0,
         tensor: int = 1,
@@ -99,6 +104,8 @@ class LLM:
             token_budget: tokens a data shard computes in a step with prefill chunks; smaller keeps streams smoother.
             decode_steps: tokens a sequence makes in one device loop when nothing waits.
             prefix_cache: reuse the pages of equal prompt beginnings.
+            eviction: which cached pages go first when memory is needed: "lru", those not used for longest, or "cost",
+                those that are cheapest to compute again for their age.
             overlap: dispatch a step before the previous one was read; never changes the tokens.
             seed: base for requests without a seed of their own.
             tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.
@@ -114,7 +121,7 @@ class LLM:
         config = EngineConfig(
             max_len=max_len, max_rows=max_rows, kv_dtype=kv_dtype, page_size=page_size, num_pages=num_pages,
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
-            prefix_cache=prefix_cache, overlap=overlap, seed=seed,
+            prefix_cache=prefix_cache, eviction=eviction, overlap=overlap, seed=seed,
         )  # fmt: skip
         keeps_programs = use_compilation_cache(cache_dir() / "xla")
         mesh = sharding.make_mesh(tensor, data)
@@ -127,7 +134,7 @@ class LLM:
             source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
         )
         resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
-        programs = _program_cache(geometry, resolved, mesh) if keeps_programs else None
+        programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
         tokenizer = _load_tokenizer(source)
         llm = cls(
             str(model),
@@ -200,6 +207,9 @@ class LLM:
         progress: bool | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        cache_control: CacheControl | Sequence[CacheControl | None] | None = None,
+        prompt_cache_key: str | None = None,
+        prompt_cache_retention: str | None = None,
         timeout_s: float | None = None,
         on_step: Callable[[], None] = lambda: None,
     ) -> list[RequestOutput]:
@@ -211,6 +221,11 @@ class LLM:
             progress: show a bar on stderr; None shows it on a terminal only, False never.
             priority: lower runs first.
             cache_salt: prompts under different salts never share pages.
+            cache_control: keeps prompts up to its breakpoints, in tokens, for its time to live; for all prompts, or one
+                for each.
+            prompt_cache_key: requests with one key run next to each other, and on one data shard where they can.
+            prompt_cache_retention: "24h" keeps the whole prompts that long after their last use; "in_memory", as None,
+                for as long as there is room. Not together with `cache_control`.
             timeout_s: seconds after which a request ends with what it has.
             on_step: called after each engine step, to look at `stats` for instance.
 
@@ -221,12 +236,26 @@ class LLM:
             RequestError: a prompt or a parameter is refused; nothing of this call runs.
             CapacityError: a prompt can never fit.
         """
-        items = _as_list(prompts)
-        each = _params_for(items, params)
+        caching = Caching(salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention)
+        asked = _as_list(prompts)
+        controls = _one_for_each(asked, cache_control, "CacheControl")
+        items = [(p, dataclasses.replace(caching, control=one)) for p, one in zip(asked, controls, strict=True)]
+        return self._run(items, params, progress, priority, timeout_s, on_step)
+
+    def _run(
+        self,
+        items: list[tuple[Prompt, Caching]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+        priority: int,
+        timeout_s: float | None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> list[RequestOutput]:
+        each = _one_for_each(items, params or SamplingParams(), "SamplingParams")
         builders: list[OutputBuilder] = []
         try:
-            for prompt, one in zip(items, each, strict=True):
-                builders.append(self._submit(prompt, one, priority, cache_salt, timeout_s, stream=False))
+            for (prompt, caching), one in zip(items, each, strict=True):
+                builders.append(self._submit(prompt, one, priority, caching, timeout_s, stream=False))
             with Progress("generating", total=len(builders), unit="requests", show=progress) as bar:
                 pending = builders
                 while pending:
@@ -249,6 +278,9 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        cache_control: CacheControl | None = None,
+        prompt_cache_key: str | None = None,
+        prompt_cache_retention: str | None = None,
         timeout_s: float | None = None,
     ) -> TextStream:
         """An iterator over the text of one completion as it grows; the pieces join to `generate`'s text.
@@ -262,7 +294,10 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
-        return TextStream(self._engine, self._submit(prompt, params, priority, cache_salt, timeout_s, stream=True))
+        caching = Caching(
+            salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention, control=cache_control
+        )
+        return TextStream(self._engine, self._submit(prompt, params, priority, caching, timeout_s, stream=True))
 
     def chat(
         self,
@@ -271,26 +306,45 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        cache_control: CacheControl | None = None,
+        prompt_cache_key: str | None = None,
+        prompt_cache_retention: str | None = None,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's own chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, oldest first.
+            messages: `{"role": ..., "content": ...}`, oldest first. `"cache_control": {"type": "ephemeral", "ttl": "1h"}`
+                on a message, or on a part of its content, keeps the prompt up to its end (see `jaxkv.chat_cache`).
             params: as in `generate`.
-            tools: function schemas the template shows to the model.
-            progress: as in `generate`.
+            tools: function schemas the template shows to the model; `cache_control` on one keeps the tools up to it.
+            progress: as in `generate`; so are `priority`, `cache_salt`, `prompt_cache_key`, `prompt_cache_retention`
+                and `timeout_s`.
+            cache_control: as in `generate`, but its breakpoints are indices of messages.
+
+        Raises:
+            RequestError: as in `generate`; or there are more than four breakpoints, or they are out of order.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(conversation, tools=tools) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params, progress=progress)
+        items: list[tuple[Prompt, Caching]] = []
+        for conversation in conversations:
+            chat = read_marks(conversation, tools, cache_control)  # type: ignore[arg-type]
+            token_ids = self.chat_prompt(chat.messages, tools=chat.tools)
+            marks = chat.marks(token_ids, self.tokenizer) if self.tokenizer is not None else ()
+            caching = Caching(salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention, chat_marks=marks)
+            items.append((token_ids, caching))
+        return self._run(items, params, progress, priority, timeout_s)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn."""
+        """Token ids of a conversation, ready for the assistant's turn; `cache_control` in it is left out."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; pass token ids to generate")
-        return self.tokenizer.encode_chat(messages, tools=tools)
+        chat = read_marks(messages, tools)
+        return self.tokenizer.encode_chat(chat.messages, tools=chat.tools)
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[RequestOutput]:
         """Log-probabilities of the prompts' own tokens, without generating: see `RequestOutput.prompt_logprobs`."""
@@ -326,7 +380,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
-        cache_salt: str,
+        caching: Caching,
         timeout_s: float | None,
         *,
         stream: bool,
@@ -334,13 +388,16 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         number = next(self._numbers)
         now = time.monotonic()
+        token_ids = self._encode(prompt)
         request = self._intake.make_request(
             f"request-{number}",
-            self._encode(prompt),
+            token_ids,
             params,
             seed=int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0]),
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=caching.salt,
+            cache_key="" if caching.key is None else caching.key,
+            marks=caching.marks(len(token_ids)),
             arrival_s=now,
             deadline_s=None if timeout_s is None else now + timeout_s,
         )
@@ -373,10 +430,13 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
     return np.dtype(names[dtype])
 
 
-def _program_cache(geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
-    pool, backend = resolved.pool, resolved.backend
-    facts = (geometry, resolved.scheduler, pool.shape, pool.dtype.name, backend.name, backend.query_tile)
-    return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), dict(mesh.shape), *facts)
+def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
+    pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
+    facts = (
+        family.name, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
+        config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
+    )  # fmt: skip
+    return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
@@ -410,11 +470,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one for all or one for each")
-    return params
+def _one_for_each(prompts: Sequence[object], value: Each | Sequence[Each], name: str) -> Sequence[Each]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * len(prompts)  # type: ignore[list-item]
+    if len(value) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(value)} {name}; give one for all or one for each")
+    return value

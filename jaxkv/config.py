@@ -5,6 +5,8 @@ import dataclasses
 from jaxkv.errors import ConfigError
 from jaxkv.shards import Shards
 
+EVICTIONS = ("lru", "cost")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -22,18 +24,25 @@ class SchedulerConfig:
     chunk_align: int = 1  # a chunk occupies a multiple of this many tokens of the budget (query tile of the kernels)
     decode_steps: int = 1  # tokens a decode row makes in one device loop when nothing waits
     prefix_cache: bool = True
+    eviction: str = "lru"  # which cached page goes first: "lru" or "cost", see `eviction`
+    attention_len: int = 4096  # tokens of context at which attention costs what the weights do; for "cost"
     max_bypass: int = 16  # requests that may overtake a waiting one that does not fit yet
     steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
     num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
 
     def __post_init__(self) -> None:
-        for field in ("max_len", "max_rows", "page_size", "token_budget", "chunk_align", "decode_steps", "num_shards"):
+        for field in (
+            "max_len", "max_rows", "page_size", "token_budget", "chunk_align", "decode_steps", "num_shards",
+            "attention_len",
+        ):  # fmt: skip
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be >= 1")
         for field in ("max_bypass", "reserve_steps"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)} must be >= 0")
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"eviction={self.eviction!r} must be one of {', '.join(EVICTIONS)}")
         if self.steps_per_priority_level < 1:
             raise ConfigError(f"steps_per_priority_level={self.steps_per_priority_level} must be >= 1")
         if self.num_pages < 2:

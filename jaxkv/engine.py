@@ -61,6 +61,11 @@ class Engine:
         self._deliver()
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step is dispatched before the one before it was read."""
+        return self._max_behind > 0
+
+    @property
     def num_unfinished(self) -> int:
         """Requests whose output is not complete."""
         return len(self._builders)
@@ -89,7 +94,7 @@ class Engine:
         while self._aborts:
             self.scheduler.abort(self._aborts.popleft())
         self.scheduler.expire(time.monotonic())
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(time.monotonic())
         if plan is not None:
             self._flights.append((self.runner.dispatch(plan), time.monotonic()))
         behind = self._max_behind if plan is not None else 0

@@ -46,7 +46,8 @@ class Finished:
     token_ids: np.ndarray  # int32 [num_output]: the whole output, a stop id included
     stop_reason: str | int | None = None
     error: str | None = None
-    cached_tokens: int = 0  # prompt tokens whose pages the request reused when its first completion started
+    cached_tokens: int = 0  # prompt tokens that the request read from the cache
+    cache_written_tokens: int = 0  # prompt tokens in pages that the request published first
     num_preemptions: int = 0
     is_last: bool = True  # no completion of this request is left
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jaxkv.cache_control import Mark
 from jaxkv.errors import RequestError
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS, Request, SamplingParams
 from jaxkv.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ class Intake:
         seed: int,
         priority: int = 0,
         cache_salt: str = "",
+        cache_key: str = "",
+        marks: tuple[Mark, ...] = (),
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> Request:
@@ -34,7 +37,7 @@ class Intake:
         Raises:
             RequestError: an id lies outside the vocabulary, a limit is exceeded, or a field needs a tokenizer.
         """
-        _check_envelope(priority, cache_salt, deadline_s)
+        _check_envelope(priority, deadline_s, cache_salt=cache_salt, prompt_cache_key=cache_key)
         self._check_ids("prompt", prompt_token_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -55,6 +58,8 @@ class Intake:
             bad_words_ids=self._bad_words(params.bad_words),
             priority=priority,
             cache_salt=cache_salt,
+            cache_key=cache_key,
+            marks=marks,
             deadline_s=deadline_s,
             arrival_s=arrival_s,
             seed=(params.seed if params.seed is not None else seed) % 2**64,
@@ -82,15 +87,16 @@ class Intake:
         return sequences
 
 
-def _check_envelope(priority: object, cache_salt: object, deadline_s: object) -> None:
+def _check_envelope(priority: object, deadline_s: object, **texts: object) -> None:
     """What surrounds the sampling parameters: anything odd here would fail later, inside a step of all requests."""
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RequestError(f"priority={priority!r} must be a whole number; lower runs first")
-    if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt={cache_salt!r} must be text")
-    try:
-        cache_salt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"cache_salt={cache_salt!r} is not valid Unicode") from error
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise RequestError(f"{name}={text!r} must be text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name}={text!r} is not valid Unicode") from error
     if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and math.isfinite(deadline_s)):
         raise RequestError(f"timeout_s must be a finite number of seconds; the deadline became {deadline_s!r}")

@@ -9,9 +9,11 @@ finished; only decode rows ask for more. There is one way out, `release`, and ca
 import dataclasses
 
 from jaxkv.config import SchedulerConfig
+from jaxkv.eviction import make_order
 from jaxkv.pages import PageAllocator, PageCounts
 from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
+from jaxkv.shelf import Shelf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Memory:
 
     def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
         self._page_size = config.page_size
-        self._allocator = PageAllocator(config.num_pages)
+        self._shelf = Shelf(make_order(config.eviction, config.page_size, config.attention_len))
+        self._allocator = PageAllocator(config.num_pages, self._shelf)
         self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None
 
     @property
@@ -48,12 +51,35 @@ class Memory:
         return self._allocator.counts
 
     @property
+    def num_retained(self) -> int:
+        """Cached pages that nobody holds, before their deadline."""
+        return self._shelf.num_retained
+
+    @property
+    def num_retained_evictions(self) -> int:
+        """Pages that were lost before their deadline, for nothing else was left."""
+        return self._shelf.num_retained_evictions
+
+    @property
     def num_total(self) -> int:
         return self._allocator.num_pages - 1
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
+
+    def advance(self, now_s: float) -> None:
+        """Time goes on: pages whose deadline passed are kept no longer."""
+        self._shelf.advance(now_s)
+
+    def cached_lens(self, sequences: list[Sequence]) -> list[int]:
+        """About how many leading pages of each are cached (see `PrefixCache.match_lens`)."""
+        if self._cache is None:
+            return [0] * len(sequences)
+        for seq in sequences:
+            if not seq.page_keys and seq.prompt_len >= self._page_size:
+                self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
+        return self._cache.match_lens([seq.page_keys for seq in sequences])
 
     def find_reuse(self, seq: Sequence, parent: Sequence | None) -> Reuse:
         """What `seq` can share: with `parent` (a running sequence with the same, computed prompt) or with the cache."""
@@ -83,6 +109,8 @@ class Memory:
         assert pages is not None
         seq.pages = [*reuse.pages, *pages]
         seq.num_published, seq.may_publish = len(reuse.pages), reuse.may_publish
+        if reuse.pages and seq.request.marks:
+            self._retain(seq, 0, len(reuse.pages))
         return True
 
     def take(self, num: int) -> list[int]:
@@ -102,8 +130,10 @@ class Memory:
         if self._cache is None or not seq.may_publish or num_full <= seq.num_published:
             return
         self._cache.extend_keys(seq.page_keys, seq.tokens[: num_full * self._page_size], seq.request.cache_salt)
-        for index in range(seq.num_published, num_full):
-            self._cache.publish(seq.page_keys[index], seq.pages[index])
+        new = self._cache.publish(seq.page_keys[:num_full], seq.pages, seq.num_published)
+        seq.note_published(new, num_full, self._page_size)
+        if seq.request.marks:
+            self._retain(seq, seq.num_published, num_full)
         seq.num_published = num_full
 
     def keys_filled(self, seq: Sequence, start: int, end: int) -> list[bytes]:
@@ -115,6 +145,13 @@ class Memory:
         """Gives back what a sequence holds; harmless when it holds nothing."""
         pages, seq.pages, seq.num_published = seq.pages, [], 0
         self._allocator.release(pages)
+
+    def _retain(self, seq: Sequence, start: int, end: int) -> None:
+        """Keeps pages `[start, end)` of a sequence as far as its request marked them."""
+        if self._cache is None:
+            return
+        for mark in seq.request.marks:
+            self._cache.retain(seq.page_keys[start : min(end, mark.num_tokens // self._page_size)], mark.ttl_s)
 
     def clear_cache(self, namespace: bytes | None = None) -> None:
         """Forgets every cached page (new weights)."""

@@ -83,7 +83,7 @@ class OutputBuilder:
         self.prompt = prompt
         self._children = [_Child(CompletionText(request, tokenizer), []) for _ in range(request.params.n)]
         self._scores: list[TokenLogprobs | None] = [None]
-        self._cached_tokens = 0
+        self._cached_tokens = self._written_tokens = 0
         self._num_preemptions = 0
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
@@ -136,6 +136,7 @@ class OutputBuilder:
                 self._fresh.append(piece)
         child.completion = self._completion(child, event)
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
+        self._written_tokens = max(self._written_tokens, event.cache_written_tokens)
         self._num_preemptions += event.num_preemptions
         if event.is_last:
             self.output = self._assemble(now_s)
@@ -186,6 +187,8 @@ class OutputBuilder:
             prompt_token_ids=request.prompt_token_ids,
             outputs=completions,
             cached_tokens=self._cached_tokens,
+            cache_written_tokens=self._written_tokens,
+            uncached_tokens=len(request.prompt_token_ids) - self._cached_tokens - self._written_tokens,
             prompt_logprobs=tuple(self._scores) if request.params.prompt_logprobs is not None else None,
             metrics=RequestMetrics(
                 queue_s=(self._admitted_s if self._admitted_s is not None else now_s) - arrival,

@@ -7,8 +7,8 @@ The order makes room for whoever runs before anybody else gets in (behaviour 12)
     2. chunks of running sequences that are behind, then of waiting ones, in what is left of the token budget.
     3. if no chunk came of that: as many tokens a decode row as `decode_steps` and free pages allow.
 
-Every data shard has pages and a token budget of its own. A waiting sequence goes where most of it can be reused, then
-where most pages are free; a decode row grows, and preempts, on its own shard.
+Every data shard has pages and a token budget of its own. Who of those that wait is next, and where it goes, is
+`placement`'s; a decode row grows, and preempts, on its own shard.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.memory import Reuse
+from jaxkv.placement import Placement
 from jaxkv.plan import Chunk, PageCopy, PageWrite, RowSetup, StepPlan
 from jaxkv.queue import Verdict
 from jaxkv.request import FinishReason
@@ -62,7 +63,8 @@ class Planner:
         self._copies: list[PageCopy] = []
         self._chunks: list[Chunk] = []
         self._chunked: dict[Sequence, int] = {}  # -> position after its chunk
-        self._filling: dict[tuple[int, bytes], None] = {}  # (shard, key) of the pages that this plan's chunks fill
+        self._placement = Placement(config, roster)
+        self._open: list[int] = []  # shards with a row and budget for one more
         self._admitted: list[str] = []
         self._refused_for_pages_only = True
 
@@ -186,8 +188,7 @@ class Planner:
             )
         )
         self._chunked[seq] = end
-        keys = self._memories[shard].keys_filled(seq, start, end)
-        self._filling.update(dict.fromkeys((shard, key) for key in keys))
+        self._placement.note_chunk(shard, self._memories[shard].keys_filled(seq, start, end))
         self._budgets[shard] -= -(-(end - start) // self._config.chunk_align) * self._config.chunk_align
         self._rows.computed[row] = end
         self._rows.last_step[row] = self._step_id
@@ -202,22 +203,26 @@ class Planner:
     def _admit_waiting(self) -> None:
         if not self._may_admit():
             return
-        self._roster.waiting.offer(self._admit)
+        self._roster.waiting.offer(self._admit, self._choose)
         self._roster.is_stalled = self._refused_for_pages_only
 
-    def _admit(self, seq: Sequence) -> Verdict:
-        shards = [shard for shard in range(self._shards.num) if self._rows.num_free_on(shard) and self._room(shard)]
-        if not shards:
+    def _choose(self, equals: list[Sequence]) -> Sequence | None:
+        """Who is next; None if nobody can get in any more."""
+        self._open = [i for i in range(self._shards.num) if self._rows.num_free_on(i) and self._room(i)]
+        if not self._open:
             self._refused_for_pages_only = False
-            return Verdict.CLOSED
+            return None
+        return self._placement.choose(equals)
+
+    def _admit(self, seq: Sequence) -> Verdict:
         if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
         if self._memories[0].num_pages(seq.num_tokens) > self._memories[0].num_total:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
-        offers = self._offers(seq, shards)
-        if self._is_worth_waiting(seq, *offers[0]):
+        offers = self._placement.offers(seq, self._open, self._parent_to_fork(seq))
+        if self._placement.is_worth_waiting(seq, *offers[0]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
         is_first = seq.child == 0 and seq.cached_tokens is None
@@ -231,23 +236,12 @@ class Planner:
         self._add_chunk(seq)
         return Verdict.ADMITTED
 
-    def _offers(self, seq: Sequence, shards: list[int]) -> list[tuple[int, Reuse]]:
-        """What `seq` could reuse on each of the shards; the most first, then where most pages are free."""
-        parent = self._parent_to_fork(seq)
-        home = None if parent is None else self._shards.of(parent.row)
-        offers = [(shard, self._memories[shard].find_reuse(seq, parent if shard == home else None)) for shard in shards]
-        return sorted(offers, key=lambda offer: (-offer[1].num_tokens, -self._memories[offer[0]].num_available))
-
     def _parent_to_fork(self, seq: Sequence) -> Sequence | None:
         """Child 0, if the whole prompt is in its pages before this step starts, and `seq` has made nothing yet."""
         parent = seq.parent
         if parent is None or not parent.is_placed or parent in self._chunked or seq.num_tokens > seq.prompt_len:
             return None
         return parent if parent.num_computed >= seq.prompt_len else None
-
-    def _is_worth_waiting(self, seq: Sequence, shard: int, reuse: Reuse) -> bool:
-        """Another sequence fills the next page that `seq` lacks in this very plan: one step later it can be shared."""
-        return (shard, reuse.next_key) in self._filling and seq.num_bypassed < self._config.max_bypass
 
     def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
         request, row = seq.request, seq.row

@@ -7,12 +7,13 @@ everything else K/V depend on (model content, K/V dtype, page size, rope), so se
     root = SHA-256(version tag, length-prefixed namespace)
     key  = SHA-256(32-byte parent key, int32 little-endian tokens, each extra with its length as uint32 in front)
 
-Extras (the cache salt) go into the first page only; the chain carries them on. Eviction is the allocator's: it pops the
-least recently used page and calls `evict`.
+Extras (the cache salt) go into the first page only; the chain carries them on. Eviction is the allocator's: it takes a
+page from its shelf and calls `evict`.
 """
 
+import bisect
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class PrefixCache:
     """Page key -> page, for full pages only; one page a key (the first one published).
 
     Args:
-        allocator: keeps published pages alive in its free list until their memory is needed.
+        allocator: keeps published pages alive on its shelf until their memory is needed.
         page_size: tokens a page holds.
         namespace: see `namespace`.
     """
@@ -94,13 +95,45 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def publish(self, key: bytes, page: int) -> None:
-        """Makes a referenced page findable. A step that fills it must have been dispatched (behaviour 4)."""
-        if key in self._page_of or page in self._key_of:
-            return  # the same content is already known on another page, or this page is shared and known
-        self._page_of[key] = page
-        self._key_of[page] = key
-        self._allocator.mark_cached(page)
+    def match_lens(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+        """About how many leading pages of each chain of keys are known, in O(log n) where any is.
+
+        Exact unless a page was lost before later ones, which only happens where nothing else is left to lose.
+        """
+        known = self._page_of
+        return [
+            bisect.bisect_left(keys, True, lo=1, key=lambda key: key not in known) if keys and keys[0] in known else 0
+            for keys in chains
+        ]
+
+    def publish(self, keys: Sequence[bytes], pages: Sequence[int], start: int = 0) -> list[int]:
+        """Makes referenced pages findable. The steps that fill them must have been dispatched (behaviour 4).
+
+        Args:
+            keys: of a prefix's full pages.
+            pages: its pages; there may be more.
+            start: the first one to publish.
+
+        Returns:
+            Indices of those whose content was not known yet.
+        """
+        new, page_of, key_of, published = [], self._page_of, self._key_of, self._allocator.shelf.order.published
+        for index in range(start, len(keys)):
+            key, page = keys[index], pages[index]
+            if key in page_of or page in key_of:
+                continue  # the same content is already known on another page, or this page is shared and known
+            page_of[key] = page
+            key_of[page] = key
+            self._allocator.mark_cached(page)
+            published(page, key, keys[index - 1] if index else self._root, index)
+            new.append(index)
+        return new
+
+    def retain(self, keys: Iterable[bytes], ttl_s: float) -> None:
+        """Keeps the known ones of some pages for `ttl_s` seconds from their last use on."""
+        for key in keys:
+            if (page := self._page_of.get(key)) is not None:
+                self._allocator.shelf.retain(page, ttl_s)
 
     def evict(self, page: int) -> None:
         """Forgets a page whose memory is handed out again; the allocator's `on_evict`."""

@@ -4,8 +4,9 @@ Order is by rank: (priority * steps_per_priority_level + arrival step, arrival n
 waits `steps_per_priority_level` steps thereby draws level with newcomers of the next better priority: ageing without
 touching the queue.
 
-Who is first but does not fit yet may be overtaken by at most `max_bypass` others; then everybody waits until it fits.
-So small requests are not stuck behind a big one, and a stream of small ones cannot starve it.
+Who is first may be overtaken by at most `max_bypass` others; then everybody waits for it. It is overtaken when it does
+not fit yet, so that small requests are not stuck behind a big one, and when the caller prefers another one of its equals:
+those that follow it with the same priority (and were not preempted, unless it was).
 """
 
 import bisect
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 from jaxkv.sequence import Sequence
 
+Choice = Callable[[list[Sequence]], Sequence | None]
+
 
 class Verdict(enum.Enum):
     """What became of an offered sequence."""
@@ -21,7 +24,6 @@ class Verdict(enum.Enum):
     ADMITTED = enum.auto()
     NOT_YET = enum.auto()  # others may overtake it
     GONE = enum.auto()  # it ended; whoever ended it removed it from the queue
-    CLOSED = enum.auto()  # nobody can be admitted any more in this step
 
 
 class WaitingQueue:
@@ -47,24 +49,38 @@ class WaitingQueue:
         if index < len(self._waiting) and self._waiting[index] is seq:
             del self._waiting[index]
 
-    def offer(self, admit: Callable[[Sequence], Verdict]) -> None:
-        """Offers sequences to `admit`, best rank first, as far as overtaking is allowed."""
-        overtaken: list[Sequence] = []
-        while len(overtaken) < len(self._waiting):
-            seq = self._waiting[len(overtaken)]
+    def offer(self, admit: Callable[[Sequence], Verdict], choose: Choice = lambda equals: equals[0]) -> None:
+        """Offers sequences to `admit`, one after the other.
+
+        Args:
+            admit: decides about a sequence.
+            choose: picks the next one of equals that are in order of rank; None ends the round.
+        """
+        refused: dict[Sequence, None] = {}
+        while (equals := self._equals(refused)) and (seq := choose(equals)) is not None:
             match admit(seq):
-                case Verdict.CLOSED:
-                    return
-                case Verdict.GONE:
-                    continue
                 case Verdict.NOT_YET:
-                    overtaken.append(seq)
+                    refused[seq] = None
                 case Verdict.ADMITTED:
-                    del self._waiting[len(overtaken)]
-                    for other in overtaken:
+                    index = self._waiting.index(seq)  # among the first few
+                    del self._waiting[index]
+                    for other in self._waiting[:index]:
                         other.num_bypassed += 1
-            if len(overtaken) > self._max_bypass or any(seq.num_bypassed >= self._max_bypass for seq in overtaken):
-                return
+
+    def _equals(self, refused: dict[Sequence, None]) -> list[Sequence]:
+        """Who may be next: equals of whoever is first, as far as overtaking is allowed."""
+        equals: list[Sequence] = []
+        priority, was_preempted, max_bypass = 0, False, self._max_bypass
+        for seq in self._waiting[: max_bypass + 1]:
+            if not refused or seq not in refused:
+                if not equals:
+                    priority, was_preempted = seq.request.priority, seq.num_preemptions > 0
+                elif seq.request.priority != priority or (seq.num_preemptions > 0) is not was_preempted:
+                    break
+                equals.append(seq)
+            if seq.num_bypassed >= max_bypass:
+                break
+        return equals
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -5,6 +5,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 
+from jaxkv.cache_control import Mark
 from jaxkv.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives a step can return; vLLM's default limit
@@ -163,6 +164,8 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token sequences
     priority: int = 0  # lower runs first; waiting requests age towards the front
     cache_salt: str = ""  # prompts under different salts never share a page
+    cache_key: str = ""  # requests with one key and salt run next to each other, on one data shard
+    marks: tuple[Mark, ...] = ()  # beginnings of the prompt that are to be kept, by increasing length
     deadline_s: float | None = None  # `time.monotonic()` value after which the request ends with its partial text
     arrival_s: float = 0.0  # `time.monotonic()` at admission; metrics only, never scheduling order
     seed: int = 0  # resolved seed, uint64
@@ -202,12 +205,18 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """Result of one prompt."""
+    """Result of one prompt.
+
+    Its tokens are counted once each: `cached_tokens + cache_written_tokens + uncached_tokens` is the prompt's length,
+    whatever preemption computed again and however many completions share it.
+    """
 
     request_id: str
     prompt: str | None  # text as given; None for token-id prompts
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
-    cached_tokens: int  # prompt tokens whose pages were reused, also 0
+    cached_tokens: int  # prompt tokens read from the cache, also 0
+    cache_written_tokens: int  # prompt tokens computed, in full pages that later requests can find
+    uncached_tokens: int  # the rest: the prompt's last, partly filled page, and pages that someone else published first
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first entry is None: nothing precedes it
     metrics: RequestMetrics | None = None

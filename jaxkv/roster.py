@@ -4,14 +4,33 @@ A sequence is in exactly one place: held back (a fork whose parent's prompt is n
 or placed in a row. Only placed sequences hold pages.
 """
 
+import dataclasses
+
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import RequestError
 from jaxkv.events import Finished
+from jaxkv.homes import Group, Homes, group_of
 from jaxkv.memory import Memory, Reuse
 from jaxkv.queue import WaitingQueue
 from jaxkv.request import FinishReason, Request
 from jaxkv.rows import Rows
 from jaxkv.sequence import Ending, Sequence
+
+
+@dataclasses.dataclass
+class Usage:
+    """What became of the prompt tokens of requests that ended, each request counted once."""
+
+    num_cached: int = 0  # read from the cache
+    num_written: int = 0  # published first
+    num_uncached: int = 0  # the rest
+
+    def add(self, first: Sequence) -> None:
+        """Counts a request by its first completion, which computes the prompt."""
+        num_cached, num_written = first.cached_tokens or 0, first.cache_written_tokens
+        self.num_cached += num_cached
+        self.num_written += num_written
+        self.num_uncached += first.prompt_len - num_cached - num_written
 
 
 class Roster:
@@ -23,7 +42,7 @@ class Roster:
     """
 
     def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
-        self._config = config
+        self.config = config
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._finished: list[Finished] = []
@@ -37,6 +56,9 @@ class Roster:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences placed for the first time
         self.num_hit_tokens = 0  # of these, reused
+        self.usage = Usage()
+        self.homes = Homes()
+        self.newest_group: Group | None = None  # of the sequence that got a row last
 
     @property
     def num_requests(self) -> int:
@@ -59,9 +81,9 @@ class Roster:
         """Queues a request's first completion; the others follow when its prompt is computed."""
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is already running; choose another")
-        level = request.priority * self._config.steps_per_priority_level + step_id
+        level = request.priority * self.config.steps_per_priority_level + step_id
         group = [
-            Sequence(request, child, (level, self._num_arrived + child), self._config.max_len, watched)
+            Sequence(request, child, (level, self._num_arrived + child), self.config.max_len, watched)
             for child in range(request.params.n)
         ]
         self._num_arrived += len(group)
@@ -85,14 +107,17 @@ class Roster:
     def try_place(self, seq: Sequence, shard: int, reuse: Reuse) -> bool:
         """Gives a waiting sequence pages and a row, if there is room; the queue lets go of it by itself."""
         # Running rows must be able to grow for a while, else the newcomer would be thrown out again at once.
-        keep_free = -(-self.rows.num_placed_on(shard) * self._config.reserve_steps // self._config.page_size)
+        keep_free = -(-self.rows.num_placed_on(shard) * self.config.reserve_steps // self.config.page_size)
         if not self.memories[shard].try_attach(seq, reuse, keep_free):
             return False
         self.rows.place(seq, shard, reuse.num_tokens)
         if seq.cached_tokens is None:
-            seq.cached_tokens = reuse.num_tokens
             self.num_prompt_tokens += seq.prompt_len
             self.num_hit_tokens += reuse.num_tokens
+        self.newest_group = group_of(seq.request)
+        if self.newest_group is not None:
+            self.homes.note(self.newest_group, shard)
+        seq.note_read(reuse.num_tokens, self.config.page_size)
         return True
 
     def worst_on(self, shard: int) -> Sequence:
@@ -123,6 +148,7 @@ class Roster:
         is_last = all(other.ending is not None for other in group)
         if is_last:
             del self._requests[request_id]
+            self.usage.add(group[0])
         self._finished.append(
             Finished(
                 request_id=request_id,
@@ -132,6 +158,7 @@ class Roster:
                 stop_reason=ending.stop_reason,
                 error=ending.error,
                 cached_tokens=group[0].cached_tokens or 0,
+                cache_written_tokens=group[0].cache_written_tokens,
                 num_preemptions=seq.num_preemptions,
                 is_last=is_last,
             )
@@ -156,7 +183,7 @@ class Roster:
         assert len(placed) == self.rows.num_placed
         for seq in placed:
             assert seq.is_placed and self.rows.sequences[seq.row] is seq and seq.ending is None, seq
-            assert self.rows.capacity[seq.row] == len(seq.pages) * self._config.page_size >= seq.num_computed, seq
+            assert self.rows.capacity[seq.row] == len(seq.pages) * self.config.page_size >= seq.num_computed, seq
             assert max(seq.num_tokens, seq.num_computed) <= seq.max_total_len, seq
         waiting = list(self.waiting)
         assert [seq.rank for seq in waiting] == sorted({seq.rank for seq in waiting})

@@ -1,7 +1,7 @@
 """Continuous batching on the host: which tokens of which requests the next step computes.
 
     scheduler.add(request)                    queue it
-    plan = scheduler.plan()                   what the next step computes; None: nothing to do now
+    plan = scheduler.plan(now_s)              what the next step computes; None: nothing to do now
     (dispatch the plan)                       in the order of planning, before planning again
     events = scheduler.commit(result)         in the order of planning; any number of steps may be in flight
 
@@ -12,12 +12,11 @@ No clock, no jax, no sets: the same calls give the same plans on every host (beh
 """
 
 import collections
-import dataclasses
 import heapq
 
 import numpy as np
 
-from jaxkv.admission import check_fits
+from jaxkv.admission import check_cached, check_fits
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
 from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
@@ -25,25 +24,8 @@ from jaxkv.planner import Flight, Planner
 from jaxkv.request import FinishReason, Request
 from jaxkv.roster import Roster
 from jaxkv.sequence import Ending, Sequence
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot over all data shards. Pages are counted without the null pages: free + cached + used = total."""
-
-    num_requests: int  # unfinished
-    num_waiting: int  # sequences
-    num_running: int  # sequences with a row
-    num_in_flight: int  # steps
-    pages_free: int
-    pages_cached: int  # nobody holds them, but a prefix hit could take them back
-    pages_used: int
-    tokens_held: int  # K/V positions in used pages, computed or in flight; shared ones once
-    utilisation: float  # tokens_held / tokens that used pages could hold; 1.0 when none is used
-    num_steps: int  # planned so far
-    num_prompt_tokens: int  # of sequences that got a row so far
-    num_hit_tokens: int  # of these, reused
-    num_preemptions: int
+from jaxkv.stats import SchedulerStats as SchedulerStats
+from jaxkv.stats import take_stats
 
 
 class Scheduler:
@@ -87,6 +69,7 @@ class Scheduler:
             CapacityError: its prompt can never fit into the pool.
         """
         params = request.params
+        check_cached(request, self.config)
         check_fits(len(request.prompt_token_ids), params, self.config)
         watched = stream or params.needs_every_token
         self._roster.add(request, self._num_planned, watched)
@@ -158,8 +141,14 @@ class Scheduler:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
-        """The next step; every plan before it must have been dispatched. None: nothing can be computed now."""
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        """The next step; every plan before it must have been dispatched. None: nothing can be computed now.
+
+        Args:
+            now_s: the caller's clock, for pages that are kept until a deadline; it decides nothing else.
+        """
+        for memory in self._roster.memories:
+            memory.advance(now_s)
         self._note_dispatched()
         planner = Planner(self.config, self._roster, self._num_planned, self._committed_id)
         flight = planner.make()
@@ -200,26 +189,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges, made when asked."""
-        roster, rows = self._roster, self._roster.rows
-        counts = [memory.counts for memory in roster.memories]
-        num_used = sum(each.referenced for each in counts)
-        room = num_used * self.config.page_size
-        held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
-        return SchedulerStats(
-            num_requests=roster.num_requests,
-            num_waiting=len(roster.waiting),
-            num_running=rows.num_placed,
-            num_in_flight=len(self._flights),
-            pages_free=sum(each.free for each in counts),
-            pages_cached=sum(each.cached for each in counts),
-            pages_used=num_used,
-            tokens_held=held,
-            utilisation=held / room if room else 1.0,
-            num_steps=self._num_planned,
-            num_prompt_tokens=roster.num_prompt_tokens,
-            num_hit_tokens=roster.num_hit_tokens,
-            num_preemptions=roster.num_preemptions,
-        )
+        return take_stats(self._roster, num_steps=self._num_planned, num_in_flight=len(self._flights))
 
     def check(self) -> None:
         """Asserts that every structure tells the same story; for tests."""

@@ -66,7 +66,9 @@ class Sequence:
 
         self.last_step_id = -1  # newest step that computed for it, up to when it left its row
         self.num_scored = 0  # prompt positions whose scores were delivered
-        self.cached_tokens: int | None = None  # prompt tokens reused at first admission; None before
+        self.cached_tokens: int | None = None  # prompt tokens read from the cache; None before first admission
+        self.cache_written_tokens = 0  # prompt tokens in pages that it published first
+        self.num_settled = 0  # leading prompt tokens of which it is decided whether they were read or written
         self.num_bypassed = 0
         self.num_preemptions = 0
         self.ending: Ending | None = None
@@ -109,6 +111,21 @@ class Sequence:
     def max_reused(self) -> int:
         """Leading tokens whose K/V may be reused: the last token is always computed, and so is what must be scored."""
         return min(self.num_tokens - 1, self.num_scored) if self.num_unscored > 0 else self.num_tokens - 1
+
+    def note_read(self, num_tokens: int, page_size: int) -> None:
+        """It got a row with the K/V of `num_tokens` tokens there. After a preemption only what it never had counts."""
+        if self.cached_tokens is None:
+            self.cached_tokens = self.num_settled = num_tokens
+        elif (end := min(num_tokens, self.prompt_len // page_size * page_size)) > self.num_settled:
+            self.cached_tokens += end - self.num_settled
+            self.num_settled = end
+
+    def note_published(self, new: list[int], num_full: int, page_size: int) -> None:
+        """Its first `num_full` pages can be found now; those with the indices `new` could not before."""
+        end = min(num_full, self.prompt_len // page_size) * page_size
+        if end > self.num_settled:
+            self.cache_written_tokens += page_size * sum(self.num_settled <= i * page_size < end for i in new)
+            self.num_settled = end
 
     @property
     def output_token_ids(self) -> np.ndarray:

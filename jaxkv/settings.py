@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxkv import kv_pool, ops
 from jaxkv.batch import Buckets, make_buckets
-from jaxkv.config import SchedulerConfig
+from jaxkv.config import EVICTIONS, SchedulerConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.llama import LlamaConfig
@@ -36,25 +36,33 @@ class EngineConfig:
     token_budget: int | None = None  # tokens a data shard computes in a step with prefill chunks; None: by platform
     decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
     prefix_cache: bool = True  # reuse pages of equal prefixes
+    eviction: str = "lru"  # which cached pages go first: "lru" or "cost"
     overlap: bool = True  # dispatch a step before the previous one was read
     seed: int = 0  # base of the seeds of requests that give none
 
     def __post_init__(self) -> None:
         for field in ("max_len", "max_rows", "page_size", "num_pages", "token_budget", "decode_steps"):
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not _is_whole(value) or value < 1):
                 raise ConfigError(f"{field}={value!r} must be a whole number >= 1")
         for field in ("prefix_cache", "overlap"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}={getattr(self, field)!r} must be True or False")
-        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
-        if not isinstance(self.seed, int) or self.seed < 0:
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"eviction={self.eviction!r} must be one of {', '.join(EVICTIONS)}")
+        if not _is_whole(self.seed) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
         if self.num_pages is not None and self.memory_fraction is not None:
             raise ConfigError("give num_pages or memory_fraction, not both: each decides the size of the pool")
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
+        fraction = self.memory_fraction
+        if fraction is not None and not ((isinstance(fraction, float) or _is_whole(fraction)) and 0 < fraction <= 1):
+            raise ConfigError(f"memory_fraction={fraction!r} must be in (0, 1]")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # max_rows=True is a slip, not one row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +121,8 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         chunk_align=query_tile,
         decode_steps=min(config.decode_steps or backend.decode_steps, fitted),
         prefix_cache=config.prefix_cache,
+        eviction=config.eviction,
+        attention_len=_attention_len(model),
         num_shards=data,
     )
     buckets = make_buckets(
@@ -124,6 +134,12 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         max_len=fitted,
     )
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
+
+
+def _attention_len(model: LlamaConfig) -> int:
+    """Tokens of context at which attention takes as many operations as a layer's weights: 2 a weight, 4 H D a token."""
+    num_weights = model.embed * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.ffn)
+    return max(num_weights // (2 * model.num_heads * model.head_dim), 1)
 
 
 def _shapes(

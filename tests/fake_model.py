@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxkv.cache_control import Mark
 from jaxkv.config import SchedulerConfig
 from jaxkv.plan import RowSetup
 from jaxkv.request import FinishReason, Request, SamplingParams
@@ -29,9 +30,13 @@ def make_prompt(length: int, start: int = 0) -> list[int]:
 
 def make_request(
     request_id: str, prompt: list[int] | tuple[int, ...], *, eos: tuple[int, ...] = (), priority: int = 0,
-    salt: str = "", seed: int = 0, deadline_s: float | None = None, **params,
+    salt: str = "", key: str = "", marks: tuple[tuple[int, float], ...] = (), seed: int = 0,
+    deadline_s: float | None = None, **params,
 ) -> Request:  # fmt: skip
-    """A request as `engine.add` would build it; `params` are `SamplingParams` fields, `eos` the model's end ids."""
+    """A request as `engine.add` would build it; `params` are `SamplingParams` fields, `eos` the model's end ids.
+
+    `marks`: (tokens, seconds to keep them).
+    """
     sampling = SamplingParams(**params)
     stop_ids = (() if sampling.ignore_eos else eos) + sampling.stop_token_ids
     return Request(
@@ -41,6 +46,8 @@ def make_request(
         stop_ids=tuple(sorted(dict.fromkeys(stop_ids))),
         priority=priority,
         cache_salt=salt,
+        cache_key=key,
+        marks=tuple(Mark(*mark) for mark in marks),
         deadline_s=deadline_s,
         seed=seed,
     )

@@ -182,6 +182,7 @@ class Loop:
 
     def __init__(self, config: SchedulerConfig, *, depth: int = 2, namespace: bytes = b"") -> None:
         self.config = config
+        self.now_s = 0.0  # what the engine's clock would say; stands still
         self.depth = depth  # steps in flight; 1 is the plain loop
         self.scheduler = Scheduler(config, namespace)
         self.runner = FakeRunner(config)
@@ -200,7 +201,7 @@ class Loop:
 
     def dispatch(self) -> StepPlan | None:
         """Plans and runs one step, without looking at its result."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now_s)
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.runner.run(plan))

@@ -24,6 +24,7 @@ from jaxkv.request import Completion, FinishReason, RequestMetrics, RequestOutpu
 STATS = Stats(
     num_requests=0, num_waiting=0, num_running=0, num_in_flight=0, pages_free=90, pages_cached=8, pages_used=2,
     tokens_held=20, utilisation=0.6, num_steps=12, num_prompt_tokens=7, num_hit_tokens=0, num_preemptions=0,
+    num_cached_tokens=0, num_written_tokens=0, num_uncached_tokens=7, pages_retained=0, num_retained_evictions=0,
     num_compiles=3, pool_bytes=4 * 2**20,
 )  # fmt: skip
 
@@ -65,7 +66,7 @@ class FakeLLM:
         metrics = RequestMetrics(queue_s=0.1, ttft_s=0.25, e2e_s=0.5)
         return RequestOutput(
             request_id=f"request-{number}", prompt=None, prompt_token_ids=(1, 2, 3), outputs=completions,
-            cached_tokens=0, metrics=metrics,
+            cached_tokens=0, cache_written_tokens=0, uncached_tokens=3, metrics=metrics,
         )  # fmt: skip
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[str]:
@@ -158,13 +159,13 @@ def test_model_flags_reach_load_and_absent_ones_do_not(llm: FakeLLM) -> None:
     assert llm.load_arguments == {"model": "some/model"}
     flags = (
         "--dtype bfloat16 --max-len 512 --max-rows 4 --page-size 8 --num-pages 64 --token-budget 128 --decode-steps 2 "
-        "--no-prefix-cache --no-overlap --tensor 2 --data 2 --warm-up"
+        "--no-prefix-cache --eviction cost --no-overlap --tensor 2 --data 2 --warm-up"
     )
     assert main(["generate", "-m", "x", *flags.split(), "hi"]) == 0
     assert llm.load_arguments == {
         "model": "x", "dtype": "bfloat16", "max_len": 512, "max_rows": 4, "page_size": 8, "num_pages": 64,
-        "token_budget": 128, "decode_steps": 2, "prefix_cache": False, "overlap": False, "tensor": 2, "data": 2,
-        "warm_up": True,
+        "token_budget": 128, "decode_steps": 2, "prefix_cache": False, "eviction": "cost", "overlap": False,
+        "tensor": 2, "data": 2, "warm_up": True,
     }  # fmt: skip
 
 
@@ -356,6 +357,8 @@ def test_json_has_everything_on_one_line_each(llm: FakeLLM, capsys: pytest.Captu
             }
         ],
         "cached_tokens": 0,
+        "cache_written_tokens": 0,
+        "uncached_tokens": 3,
         "prompt_logprobs": None,
         "metrics": {"queue_s": 0.1, "ttft_s": 0.25, "e2e_s": 0.5, "num_preemptions": 0},
     }

@@ -41,7 +41,7 @@ def test_field_table() -> None:
 
 @pytest.mark.slow
 def test_tour_runs(smollm2_gguf_path: Path) -> None:
-    (tour,) = (block for language, block in BLOCKS if language == "python")
+    tour = "".join(block for language, block in BLOCKS if language == "python")
     names: dict[str, object] = {}
     exec(compile(tour, "README.md", "exec"), names)
     assert names["llm"]

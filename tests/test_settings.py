@@ -37,6 +37,13 @@ def test_a_float8_cache_holds_four_times_the_tokens_of_float32(monkeypatch) -> N
         EngineConfig(kv_dtype="int3")
 
 
+def test_a_little_less_memory_changes_no_shape() -> None:
+    """Else a second start would find none of the programs that the first one kept."""
+    assert kv_pool._five_bits(20_300_000_000) == kv_pool._five_bits(20_100_000_000) == 18 << 30
+    assert [kv_pool._five_bits(n) for n in (0, 31, 33, 63)] == [0, 31, 32, 62]
+    assert kv_pool.free_memory_bytes(sharding.make_mesh()) % (1 << 25) == 0  # of at least half a GiB
+
+
 def test_no_more_pages_than_all_rows_could_use(monkeypatch) -> None:
     assert resolved(monkeypatch, max_rows=3, max_len=100).pool.num_pages == 3 * 7 + 1
 
@@ -70,7 +77,8 @@ def test_odd_sizes_work_or_are_refused(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"max_len": 0}, {"num_pages": 2.5}, {"memory_fraction": 1.5}, {"num_pages": 4, "memory_fraction": 0.5},
-     {"seed": None}, {"overlap": "no"}],
+     {"memory_fraction": "0.5"}, {"seed": None}, {"seed": True}, {"max_rows": True}, {"overlap": "no"},
+     {"kv_dtype": "int8"}, {"kv_dtype": ["float32"]}],
 )  # fmt: skip
 def test_impossible_settings_are_refused(fields) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
@@ -139,5 +147,7 @@ def test_meshes_beyond_the_devices_are_refused() -> None:
         sharding.make_mesh(5, 3)
     with pytest.raises(ConfigError, match="data=0"):
         sharding.make_mesh(1, 0)
+    with pytest.raises(ConfigError, match=r"tensor=2\.0 must be a whole number"):
+        sharding.make_mesh(2.0)
     with pytest.raises(ConfigError, match=f"tensor={len(jax.devices()) + 1}"):
         sharding.make_mesh(len(jax.devices()) + 1)

@@ -20,7 +20,9 @@ class Timing:
     num_output_tokens: int
     num_requests: int
     num_prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens read from the cache
+    cache_written_tokens: int  # prompt tokens that later requests can find
+    uncached_tokens: int  # the others
     utilisation: float | None  # tokens held / tokens that used pages could hold, mean over steps; None if not sampled
     mean_running: float | None  # requests that run at once, mean over steps
 
@@ -33,6 +35,8 @@ class Timing:
             "total_tok_s": round(self.num_output_tokens / self.total_s, 2),
             "decode_tok_s": round(later / self.decode_s, 2) if self.decode_s else None,
             "cached_tokens": self.cached_tokens,
+            "cache_written_tokens": self.cache_written_tokens,
+            "uncached_tokens": self.uncached_tokens,
             "utilisation": None if self.utilisation is None else round(self.utilisation, 4),
             "mean_running": None if self.mean_running is None else round(self.mean_running, 2),
         }
@@ -67,6 +71,8 @@ def time_workload(llm: LLM, workload: Workload) -> Timing:
         num_requests=workload.num_requests,
         num_prompt_tokens=workload.num_prompt_tokens,
         cached_tokens=sum(output.cached_tokens for output in outputs),
+        cache_written_tokens=sum(output.cache_written_tokens for output in outputs),
+        uncached_tokens=sum(output.uncached_tokens for output in outputs),
         utilisation=usage.utilisation,
         mean_running=usage.mean_running,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxkv.api import LLM
-from jaxkv.bench import kv_cache, peers, workloads
+from jaxkv.bench import kv_cache, peers, policies, workloads
 from jaxkv.bench.conditions import conditions, peak_rss_bytes
 from jaxkv.bench.measure import Timing, time_workload
 from jaxkv.bench.workloads import Workload
@@ -38,7 +38,9 @@ def mix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
 
 
 def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
-    """Off, from cold, and warm: seconds until all requests are done."""
+    """Off, from cold, and warm: seconds until all requests are done. With `args.trace`, policies on traces instead."""
+    if args.trace:
+        return policies.bench(args, lambda: _load(load, prefix_cache=True))
     workload = workloads.shared_prefix(args.num_requests, args.shared_len, args.own_len, args.output_len)
     llm = _load(load, prefix_cache=False)
     off = _median(time_workload(llm, workload) for _ in range(args.repeats))

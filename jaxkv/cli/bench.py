@@ -111,6 +111,11 @@ def _add_benchmark(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
             "--compare", action="append", choices=benchmark.compare, default=[],
             help="run this engine too, on the same weights and prompts; repeatable",
         )  # fmt: skip
+    if benchmark.name == "prefix":
+        parser.add_argument(
+            "--trace", action="append", choices=("shared", "chat", "agents", "few-shot", "all"), default=[],
+            help="replay this trace under every eviction policy instead, in a pool too small for it; repeatable",
+        )  # fmt: skip
     if benchmark.name == "kv-cache":
         parser.add_argument("--out", metavar="PNG", help="also draw the curves into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")

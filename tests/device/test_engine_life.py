@@ -249,7 +249,7 @@ def test_a_stream_that_is_dropped_cancels(runner: Runner) -> None:
     dropped = [TextStream(client.engine, client.submit(LONG, stream=True))]
     other = client.submit(OTHER)
     plan = client.engine.scheduler.plan
-    client.engine.scheduler.plan = lambda: (dropped.clear(), plan())[1]  # type: ignore[method-assign]
+    client.engine.scheduler.plan = lambda now_s: (dropped.clear(), plan(now_s))[1]  # type: ignore[method-assign]
     client.run(other)
     assert not client.engine.has_unfinished
     client.check_idle()

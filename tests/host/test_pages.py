@@ -5,7 +5,11 @@ import hypothesis.stateful
 import hypothesis.strategies as st
 import pytest
 
+from jaxkv.eviction import make_order
 from jaxkv.pages import NULL_PAGE, PageAllocator, PageCounts
+from jaxkv.shelf import Shelf
+
+SIZE, ATTENTION_LEN = 4, 8  # tokens
 
 
 def allocate(allocator: PageAllocator, num: int) -> list[int]:
@@ -112,82 +116,173 @@ def test_a_forgotten_page_is_handed_out_first_and_not_evicted_again():
 
 
 class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
-    """Random operations; the model is a list and two dictionaries."""
+    """Random operations with keys, kept pages and time; the model is dictionaries, and `min` over them."""
 
-    @hypothesis.stateful.initialize(num_pages=st.integers(2, 12))
-    def start(self, num_pages: int) -> None:
-        self.allocator = PageAllocator(num_pages)
+    @hypothesis.stateful.initialize(num_pages=st.integers(2, 12), policy=st.sampled_from(["lru", "cost"]))
+    def start(self, num_pages: int, policy: str) -> None:
+        self.policy = policy
+        self.allocator = PageAllocator(num_pages, Shelf(make_order(policy, SIZE, ATTENTION_LEN)))
         self.allocator.on_evict = lambda page: self.evicted.append(page)
         self.evicted: list[int] = []
         self.free = list(range(1, num_pages))  # the head first
         self.references = dict.fromkeys(range(num_pages), 0)
-        self.cached = dict.fromkeys(range(num_pages), False)
         self.held: list[list[int]] = []
+        self.keys: dict[int, tuple[bytes, bytes, int]] = {}  # cached page -> its key, its parent's, its index
+        self.ttl_s: dict[int, float] = {}
+        self.shelf: dict[int, tuple[float, float | None]] = {}  # -> worth when it came (or age), deadline
+        self.ages: dict[int, int] = {}
+        self.expired: list[int] = []
+        self.now_s = self.level = 0.0
+        self.num_events = self.num_lost = 0
 
-    @hypothesis.stateful.rule(num=st.integers(0, 6))
+    def listed(self) -> list[int]:
+        return [*self.expired, *self.shelf]
+
+    def put(self, page: int) -> None:
+        """Onto the model's shelf."""
+        self.num_events += 1
+        deadline = self.now_s + self.ttl_s[page] if page in self.ttl_s else None
+        worth = float(self.num_events)
+        if self.policy == "cost" and deadline is None:
+            worth = self.level + SIZE * (1 + (self.keys[page][2] + 0.5) * SIZE / ATTENTION_LEN)
+        self.shelf[page], self.ages[page] = (worth, deadline), self.num_events
+
+    def next_to_lose(self) -> list[int]:
+        """Pages that may go now: several where only the order of their becoming leaves decides."""
+        if self.expired:
+            return self.expired[:1]
+        plain = [page for page, (_, deadline) in self.shelf.items() if deadline is None]
+        if not plain:
+            return [min(self.shelf, key=lambda page: (self.shelf[page][1], self.ages[page]))]
+        if self.policy == "lru":
+            return [min(plain, key=self.ages.__getitem__)]
+        parents = {parent for _, parent, _ in self.keys.values()}
+        rank = {page: (self.keys[page][0] in parents, self.shelf[page][0]) for page in plain}
+        return [page for page in plain if rank[page] == min(rank.values())]
+
+    def lose(self, page: int) -> None:
+        assert page in self.next_to_lose()
+        if page in self.expired:
+            self.expired.remove(page)
+        else:
+            worth, deadline = self.shelf.pop(page)
+            self.num_lost += deadline is not None
+            if deadline is None:
+                self.level = max(self.level, worth)
+        del self.keys[page]
+        self.ttl_s.pop(page, None)
+
+    @hypothesis.stateful.rule(num=st.integers(0, 5))
     def allocate(self, num: int) -> None:
         self.evicted.clear()
         pages = self.allocator.try_allocate(num)
-        if num > len(self.free):
+        if num > len(self.free) + len(self.listed()):
             assert pages is None
             return
         assert pages is not None
-        expected, self.free = self.free[:num], self.free[num:]
-        assert pages == expected
-        assert self.evicted == [page for page in pages if self.cached[page]]
-        for page in pages:
-            self.references[page], self.cached[page] = 1, False
+        num_free = min(num, len(self.free))
+        assert pages[:num_free] == self.free[:num_free] and self.evicted == pages[num_free:]
+        del self.free[:num_free]
+        for page in self.evicted:
+            self.lose(page)
+        self.references |= dict.fromkeys(pages, 1)
         self.held.append(pages)
 
     @hypothesis.stateful.precondition(lambda self: self.held)
     @hypothesis.stateful.rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.give_back(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    def give_back(self, pages: list[int]) -> None:
         self.allocator.release(pages)
         for page in reversed(pages):
             self.references[page] -= 1
-            if self.references[page] == 0:
-                self.free.insert(len(self.free) if self.cached[page] else 0, page)
+            if self.references[page] == 0 and page in self.keys:
+                self.put(page)
+            elif self.references[page] == 0:
+                self.free.insert(0, page)
 
     @hypothesis.stateful.rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        possible = [page for page, count in self.references.items() if count or self.cached[page]]
+        possible = [page for page, count in self.references.items() if count or page in self.keys]
         if possible:
             pages = data.draw(st.lists(st.sampled_from(possible), unique=True, max_size=4))
             self.allocator.share(pages)
             for page in pages:
-                if self.references[page] == 0:
-                    self.free.remove(page)
+                self.take_off(page)
                 self.references[page] += 1
             self.held.append(pages)
 
+    def take_off(self, page: int) -> bool:
+        if page in self.expired:
+            self.expired.remove(page)
+            return True
+        return self.shelf.pop(page, None) is not None
+
     @hypothesis.stateful.rule(data=st.data())
-    def mark_cached(self, data: st.DataObject) -> None:
-        possible = [page for page, count in self.references.items() if count and not self.cached[page]]
+    def publish(self, data: st.DataObject) -> None:
+        possible = [pages for pages in self.held if any(page not in self.keys for page in pages)]
         if possible:
-            page = data.draw(st.sampled_from(possible))
+            self.publish_as_chain(data, data.draw(st.sampled_from(possible)))
+
+    def publish_as_chain(self, data: st.DataObject, pages: list[int]) -> None:
+        before = data.draw(st.sampled_from([(b"root", b"", -1), *self.keys.values()]))
+        for page in pages:
+            if page in self.keys:
+                before = self.keys[page]
+                continue
+            self.num_events += 1
+            before = self.keys[page] = b"key %d" % self.num_events, before[0], before[2] + 1
             self.allocator.mark_cached(page)
-            self.cached[page] = True
+            self.allocator.shelf.order.published(page, *before)
+
+    @hypothesis.stateful.rule(data=st.data(), num=st.integers(1, 4))
+    def prompt(self, data: st.DataObject, num: int) -> None:
+        """One comes and goes."""
+        num_held = len(self.held)
+        self.allocate(num)
+        if len(self.held) > num_held:
+            self.publish_as_chain(data, self.held[-1])
+            self.give_back(self.held.pop())
+
+    @hypothesis.stateful.rule(data=st.data(), ttl_s=st.sampled_from([1.0, 5.0]))
+    def retain(self, data: st.DataObject, ttl_s: float) -> None:
+        if self.keys:
+            page = data.draw(st.sampled_from(sorted(self.keys)))
+            self.allocator.shelf.retain(page, ttl_s)
+            was_listed = self.take_off(page)
+            self.ttl_s[page] = max(ttl_s, self.ttl_s.get(page, 0))
+            if was_listed:
+                self.put(page)
+
+    @hypothesis.stateful.rule(seconds=st.sampled_from([-1.0, 0.5, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.allocator.shelf.advance(self.now_s + seconds)
+        self.now_s += max(seconds, 0)
+        over = [page for page, (_, deadline) in self.shelf.items() if deadline is not None and deadline <= self.now_s]
+        for page in sorted(over, key=lambda page: (self.shelf[page][1], self.ages[page])):
+            del self.shelf[page], self.ttl_s[page]
+            self.expired.append(page)
 
     @hypothesis.stateful.rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        possible = [page for page, cached in self.cached.items() if cached]
-        if possible:
-            page = data.draw(st.sampled_from(possible))
+        if self.keys:
+            page = data.draw(st.sampled_from(sorted(self.keys)))
             self.allocator.forget(page)
-            self.cached[page] = False
-            if self.references[page] == 0:
-                self.free.remove(page)
+            del self.keys[page]
+            self.ttl_s.pop(page, None)
+            if self.take_off(page):
                 self.free.insert(0, page)
 
     @hypothesis.stateful.invariant()
     def agrees(self) -> None:
-        self.allocator.check([page for pages in self.held for page in pages])
-        cached = sum(self.cached[page] for page in self.free)
-        assert self.allocator.counts == PageCounts(
-            free=len(self.free) - cached, cached=cached, referenced=self.allocator.num_pages - 1 - len(self.free)
-        )
+        allocator, num_listed = self.allocator, len(self.listed())
+        allocator.check([page for pages in self.held for page in pages])
+        referenced = allocator.num_pages - 1 - len(self.free) - num_listed
+        assert allocator.counts == PageCounts(free=len(self.free), cached=num_listed, referenced=referenced)
+        assert allocator.shelf.num_retained == sum(deadline is not None for _, deadline in self.shelf.values())
+        assert allocator.shelf.num_retained_evictions == self.num_lost
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = hypothesis.settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -33,8 +33,7 @@ def publish(cache: PrefixCache, allocator: PageAllocator, tokens: list[int], sal
     keys = keys_of(cache, tokens, salt)
     pages = allocator.try_allocate(len(keys))
     assert pages is not None
-    for key, page in zip(keys, pages, strict=True):
-        cache.publish(key, page)
+    cache.publish(keys, pages)
     return pages
 
 

@@ -22,8 +22,8 @@ def names(queue: WaitingQueue) -> str:
     return "".join(seq.request.request_id for seq in queue)
 
 
-def offer(queue: WaitingQueue, **verdicts: Verdict) -> tuple[str, str]:
-    """Names that were offered and admitted; who has no verdict is admitted."""
+def offer(queue: WaitingQueue, closed: str = "", **verdicts: Verdict) -> tuple[str, str]:
+    """Names that were offered and admitted; who has no verdict is admitted. The round ends when `closed` is next."""
     offered, admitted = "", ""
 
     def admit(seq: Sequence) -> Verdict:
@@ -37,7 +37,7 @@ def offer(queue: WaitingQueue, **verdicts: Verdict) -> tuple[str, str]:
             queue.discard(seq)
         return verdict
 
-    queue.offer(admit)
+    queue.offer(admit, lambda equals: None if equals[0].request.request_id == closed else equals[0])
     return offered, admitted
 
 
@@ -55,7 +55,7 @@ def test_everybody_is_admitted_in_order():
 
 def test_closed_ends_the_round():
     queue = fill(2, "abc")
-    assert offer(queue, b=Verdict.CLOSED) == ("ab", "a")
+    assert offer(queue, closed="b") == ("a", "a")
     assert names(queue) == "bc"
 
 
@@ -68,7 +68,7 @@ def test_who_is_gone_neither_blocks_nor_overtakes():
 @pytest.mark.parametrize("max_bypass", [0, 1, 2, 5])
 def test_13_only_so_many_overtake_also_over_several_rounds(max_bypass: int):
     queue = fill(max_bypass, "abcdefgh")
-    _, first = offer(queue, a=Verdict.NOT_YET, c=Verdict.CLOSED)
+    _, first = offer(queue, closed="c", a=Verdict.NOT_YET)
     _, second = offer(queue, a=Verdict.NOT_YET)
     assert first + second == "bcdefgh"[:max_bypass]
     assert offer(queue, a=Verdict.NOT_YET) == ("a", "")
@@ -97,3 +97,49 @@ def test_discarding_who_does_not_wait_changes_nothing():
     queue.discard(sequence("x", arrival=0))
     queue.discard(sequence("y", arrival=9))
     assert names(queue) == "ab"
+
+
+# --- who of equals is next -------------------------------------------------------------------------------------------
+
+
+def choose_last(equals: list[Sequence]) -> Sequence:
+    return equals[-1]
+
+
+def admit_all(queue: WaitingQueue, choose=choose_last) -> str:
+    admitted = ""
+
+    def admit(seq: Sequence) -> Verdict:
+        nonlocal admitted
+        admitted += seq.request.request_id
+        return Verdict.ADMITTED
+
+    queue.offer(admit, choose)
+    return admitted
+
+
+@pytest.mark.parametrize(
+    ("max_bypass", "order"), [(0, "abcdefgh"), (1, "bacdefgh"[:2] + "dcfehg"), (2, "cdabghef"), (9, "hgfedcba")]
+)
+def test_13_a_choice_overtakes_nobody_more_often_than_is_allowed(max_bypass: int, order: str):
+    assert admit_all(fill(max_bypass, "abcdefgh")) == order
+
+
+def test_only_equals_are_chosen_from():
+    queue = WaitingQueue(9)
+    for arrival, (name, priority) in enumerate([("a", 0), ("b", 0), ("C", 1), ("d", 0), ("E", 1)]):
+        request = make_request(name, [1], priority=priority)
+        queue.push(Sequence(request, 0, (0, arrival), 64, False))  # C has aged to the level of the others
+    assert admit_all(queue) == "baCdE"
+
+
+def test_who_was_preempted_is_not_overtaken_by_choice():
+    queue = fill(9, "abc")
+    next(iter(queue)).num_preemptions = 1
+    assert admit_all(queue) == "acb"
+
+
+def test_nobody_chosen_ends_the_round():
+    queue = fill(2, "abc")
+    assert admit_all(queue, lambda equals: equals[0] if len(equals) > 2 else None) == "a"
+    assert names(queue) == "bc"

@@ -32,7 +32,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         token_budget=rows_each - 1 + align + draw(st.integers(0, 20)),
         chunk_align=align,
         decode_steps=draw(st.integers(1, 5)),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=draw(st.sampled_from([True, True, False])),
+        eviction=draw(st.sampled_from(["lru", "cost"])),
+        attention_len=draw(st.sampled_from([1, 8, 4096])),
         max_bypass=draw(st.integers(0, 3)),
         steps_per_priority_level=draw(st.integers(1, 20)),
         reserve_steps=draw(st.sampled_from([0, 0, 4])),
@@ -56,6 +58,8 @@ def asks(draw: st.DrawFn) -> dict:
         "ignore_eos": draw(st.booleans()),
         "priority": draw(st.sampled_from([0, 0, 1, -1])),
         "salt": draw(st.sampled_from(["", "", "tenant"])),
+        "key": draw(st.sampled_from(["", "", "a", "b"])),
+        "marks": draw(st.sampled_from([(), ((1, 3.0),), ((4, 9.0), (16, 2.0)), ((3, 1.0), (8, 2.0), (12, 4.0))])),
         "seed": draw(st.integers(0, 3)),
     }
 
@@ -70,6 +74,8 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
 
     @hypothesis.stateful.rule(ask=asks(), deadline_s=st.sampled_from([None, None, 1.0, 2.0]))
     def add(self, ask: dict, deadline_s: float | None) -> None:
+        if not self.loop.config.prefix_cache:
+            ask |= {"key": "", "marks": ()}
         try:
             self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask))
         except CapacityError:
@@ -111,6 +117,10 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
     def expire(self, now_s: float) -> None:
         self.loop.scheduler.expire(now_s)
 
+    @hypothesis.stateful.rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.loop.now_s += seconds
+
     @hypothesis.stateful.rule(namespace=st.sampled_from([None, b"a", b"b"]))
     def clear_cache(self, namespace: bytes | None) -> None:
         self.loop.scheduler.clear_cache(namespace)
@@ -129,6 +139,7 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
             (self.loop.config.num_pages - 1) * self.loop.config.num_shards
         )
         assert 0 <= stats.utilisation <= 1
+        assert 0 <= stats.pages_retained <= stats.pages_cached
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
@@ -137,11 +148,26 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
         self.loop.check_against_alone()
         stats = self.loop.scheduler.stats()
         assert (stats.pages_used, stats.num_waiting, stats.num_running) == (0, 0, 0)
+        self._check_usage()
         num_completions = sum(request.params.n for request in self.loop.requests.values())
         assert len(self.loop.finished) == num_completions, "everybody hears back, once"
         for (request_id, child), finished in self.loop.finished.items():
             if finished.reason is FinishReason.ERROR:
                 self._check_error(request_id, child, len(finished.token_ids))
+
+    def _check_usage(self) -> None:
+        """Every prompt token is read, written or neither, once: the outputs add up to the totals."""
+        num_cached = num_written = 0
+        for request_id, request in self.loop.requests.items():
+            (last,) = [done for (name, _), done in self.loop.finished.items() if name == request_id and done.is_last]
+            assert min(last.cached_tokens, last.cache_written_tokens) >= 0
+            assert last.cached_tokens + last.cache_written_tokens <= len(request.prompt_token_ids)
+            num_cached += last.cached_tokens
+            num_written += last.cache_written_tokens
+        stats = self.loop.scheduler.stats()
+        assert (stats.num_cached_tokens, stats.num_written_tokens) == (num_cached, num_written)
+        num_prompt = sum(len(request.prompt_token_ids) for request in self.loop.requests.values())
+        assert num_cached + num_written + stats.num_uncached_tokens == num_prompt
 
     def _check_error(self, request_id: str, child: int, num_output: int) -> None:
         """Only what cannot go on even alone may end with an error."""

@@ -1,0 +1,139 @@
+"""Replays traces under each eviction policy: what is found, what it saves, and when first tokens come.
+
+    off         no prefix cache
+    roomy       one with room for everything
+    lru         in a pool too small for all: what was not used for longest goes first
+    cost        there: what is cheapest to compute again goes first
+    retention   there: lru, but what the trace marks is kept
+
+The small pool holds two fifths of the pages that the trace's prompts fill, and at least the longest request's.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxkv.api import LLM
+from jaxkv.bench import traces
+from jaxkv.bench.conditions import conditions
+from jaxkv.bench.traces import Trace, TraceRequest
+from jaxkv.cache_control import CacheControl
+from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
+from jaxkv.request import SamplingParams
+from jaxkv.scheduler import Scheduler
+
+
+class Policy(NamedTuple):
+    """A way to run a trace."""
+
+    name: str
+    prefix_cache: bool = True
+    eviction: str = "lru"
+    is_small: bool = True
+    keeps: bool = False  # whether the trace's breakpoints are sent
+
+
+POLICIES = (
+    Policy("off", prefix_cache=False, is_small=False),
+    Policy("roomy", is_small=False),
+    Policy("lru"),
+    Policy("cost", eviction="cost"),
+    Policy("retention", keeps=True),
+)
+
+
+class Answer(NamedTuple):
+    """What a replay needs to know of one output."""
+
+    cached_tokens: int
+    cache_written_tokens: int
+    uncached_tokens: int
+    ttft_s: float
+
+
+def small_pool(trace: Trace, page_size: int) -> int:
+    """Pages of the pool that is too small for all."""
+    return max(trace.num_pages(page_size) * 2 // 5, trace.most_pages(page_size) + 1)
+
+
+def replay(trace: Trace, ask: Callable[[Sequence[TraceRequest]], list[Answer]], page_size: int) -> dict[str, Any]:
+    """Asks round after round; returns the numbers under the names that results use."""
+    start = time.perf_counter()
+    answers = [answer for each in trace.rounds for answer in ask(each)]
+    total_s = time.perf_counter() - start
+    saved, best = sum(answer.cached_tokens for answer in answers), trace.best_hits(page_size)
+    return {
+        "hit_rate": round(saved / trace.num_prompt_tokens, 4),
+        "of_optimum": round(saved / best, 4) if best else None,
+        "saved_tokens": saved,
+        "written_tokens": sum(answer.cache_written_tokens for answer in answers),
+        "uncached_tokens": sum(answer.uncached_tokens for answer in answers),
+        "ttft_s": round(sum(answer.ttft_s for answer in answers) / len(answers), 4),
+        "total_s": round(total_s, 3),
+    }
+
+
+def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
+    """Runs every policy on the traces `args.trace`.
+
+    Raises:
+        ConfigError: a trace does not fit `max_len`.
+    """
+    names = list(traces.TRACES) if "all" in args.trace else list(dict.fromkeys(args.trace))
+    chosen = [traces.TRACES[name]() for name in names]
+    llm = load()
+    result = conditions(llm, traces.workload(chosen)) | {"page_size": llm.page_size}
+    for trace in chosen:
+        size = llm.page_size
+        needed = max(trace.most_pages(size) * size, trace.num_pages(size) + trace.most_pages(size))
+        if trace.most_pages(size) * size > llm.max_len or needed > llm.num_pages:
+            raise ConfigError(
+                f"trace {trace.name!r} needs max_len={trace.most_pages(size) * size} and num_pages={needed}; this engine "
+                f"has {llm.max_len} and {llm.num_pages}"
+            )
+        rows = [{"policy": policy.name} | _run(llm, trace, policy) for policy in POLICIES]
+        result[trace.name] = {
+            "num_requests": len(list(trace.requests)),
+            "prompt_tokens": trace.num_prompt_tokens,
+            "optimum_hit_rate": round(trace.best_hits(size) / trace.num_prompt_tokens, 4),
+            "small_pool_pages": small_pool(trace, size),
+            "all_pages": trace.num_pages(size),
+            "policies": rows,
+        }
+    return result
+
+
+def _run(llm: LLM, trace: Trace, policy: Policy) -> dict[str, Any]:
+    """One pass with a scheduler of its own on the same device pool, of which it uses what it may."""
+    engine = llm._engine
+    config = dataclasses.replace(
+        engine.scheduler.config,
+        prefix_cache=policy.prefix_cache,
+        eviction=policy.eviction,
+        num_pages=small_pool(trace, llm.page_size) + 1 if policy.is_small else engine.scheduler.config.num_pages,
+    )
+    llm._engine = Engine(Scheduler(config), engine.runner, llm.tokenizer, overlap=engine.overlaps)
+
+    def ask(requests: Sequence[TraceRequest]) -> list[Answer]:
+        params = [
+            SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True) for request in requests
+        ]
+        controls = [
+            CacheControl(breakpoints=request.keep, ttl="1h") if policy.keeps and request.keep else None
+            for request in requests
+        ]
+        outputs = llm.generate([request.prompt for request in requests], params, progress=False, cache_control=controls)
+        return [
+            Answer(out.cached_tokens, out.cache_written_tokens, out.uncached_tokens, out.metrics.ttft_s or 0.0)
+            for out in outputs
+            if out.metrics is not None
+        ]
+
+    try:
+        row = replay(trace, ask, llm.page_size)
+        return row | {"retained_evictions": llm.stats().num_retained_evictions}
+    finally:
+        llm._engine = engine

@@ -1,0 +1,104 @@
+"""The shelf: cached pages that nobody holds, those that callers asked to keep among them.
+
+A page that is to be kept has a time to live, in seconds after its last use: each time its last holder lets go of it, its
+deadline is set anew. Until then it goes only when nothing else is left, and that is counted. When memory is needed,
+pages go in this order:
+
+    1. those whose deadline has passed, the longest passed first: they lay unused all their time
+    2. those nobody asked to keep, in the order of `eviction`
+    3. those still to be kept, the soonest deadline first
+
+Time is a number that the caller brings; nothing here reads a clock.
+"""
+
+import collections
+import heapq
+
+from jaxkv.eviction import EvictionOrder
+
+
+class Shelf:
+    """Keeps unheld cached pages until their memory is needed; O(1) a page, O(log n) for kept ones.
+
+    Args:
+        order: in which pages go that nobody asked to keep.
+    """
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self.order = order
+        self.num_retained_evictions = 0  # pages that went before their deadline
+        self._now_s = 0.0
+        self._ttl_s: dict[int, float] = {}  # pages to keep, on the shelf or held
+        self._expired: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._retained: dict[int, int] = {}  # pages on the shelf before their deadline -> serial number
+        # (deadline, serial number, page); stale where the page has another serial number. Released tail first, pages
+        # of one deadline go tail first too.
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self.order) + len(self._retained) + len(self._expired)
+
+    @property
+    def num_retained(self) -> int:
+        """Pages on the shelf before their deadline."""
+        return len(self._retained)
+
+    def add(self, page: int) -> None:
+        """Takes in a page that its last holder let go of."""
+        ttl_s = self._ttl_s.get(page)
+        if ttl_s is None:
+            self.order.add(page)
+            return
+        self._num_pushed += 1
+        self._retained[page] = self._num_pushed
+        heapq.heappush(self._deadlines, (self._now_s + ttl_s, self._num_pushed, page))
+        if len(self._deadlines) > 2 * len(self._retained) + 64:  # mostly stale
+            self._deadlines = [entry for entry in self._deadlines if self._retained.get(entry[2]) == entry[1]]
+            heapq.heapify(self._deadlines)
+
+    def remove(self, page: int) -> bool:
+        """Takes a page out, for someone holds it again; False if it was not there."""
+        if self.order.remove(page) or self._retained.pop(page, None) is not None:
+            return True
+        return self._expired.pop(page, page) is None
+
+    def pop(self) -> int:
+        """Takes out the page to lose; there must be one. Call `forgotten` when its key is gone."""
+        if self._expired:
+            return self._expired.popitem(last=False)[0]
+        if len(self.order):
+            return self.order.pop()
+        while True:
+            _, serial, page = heapq.heappop(self._deadlines)
+            if self._retained.get(page) == serial:
+                del self._retained[page]
+                self.num_retained_evictions += 1
+                return page
+
+    def retain(self, page: int, ttl_s: float) -> None:
+        """Keeps a cached page, held or not, for at least `ttl_s` seconds from its last use on."""
+        was_here = self.remove(page)
+        self._ttl_s[page] = max(ttl_s, self._ttl_s.get(page, 0.0))
+        if was_here:
+            self.add(page)
+
+    def advance(self, now_s: float) -> None:
+        """Time goes on; a `now_s` in the past changes nothing."""
+        self._now_s = max(self._now_s, now_s)
+        while self._deadlines and self._deadlines[0][0] <= self._now_s:
+            _, serial, page = heapq.heappop(self._deadlines)
+            if self._retained.get(page) == serial:
+                del self._retained[page], self._ttl_s[page]
+                self._expired[page] = None
+
+    def forgotten(self, page: int) -> None:
+        """As in `EvictionOrder`; nor is the page to be kept any longer."""
+        self._ttl_s.pop(page, None)
+        self.order.forgotten(page)
+
+    def check(self) -> None:
+        """Asserts that a page is in one place only; for tests."""
+        assert not self._retained.keys() & self._expired.keys()
+        assert self._retained.keys() <= self._ttl_s.keys() and not self._expired.keys() & self._ttl_s.keys()
+        assert {page for _, serial, page in self._deadlines if self._retained.get(page) == serial} == {*self._retained}

@@ -1,0 +1,65 @@
+"""What the scheduler counts, and how it looks now."""
+
+import dataclasses
+
+from jaxkv.roster import Roster
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot over all data shards. Pages are counted without the null pages: free + cached + used = total."""
+
+    num_requests: int  # unfinished
+    num_waiting: int  # sequences
+    num_running: int  # sequences with a row
+    num_in_flight: int  # steps
+    pages_free: int
+    pages_cached: int  # nobody holds them, but a prefix hit could take them back
+    pages_used: int
+    tokens_held: int  # K/V positions in used pages, computed or in flight; shared ones once
+    utilisation: float  # tokens_held / tokens that used pages could hold; 1.0 when none is used
+    num_steps: int  # planned so far
+    num_prompt_tokens: int  # of sequences that got a row so far
+    num_hit_tokens: int  # of these, reused
+    num_preemptions: int
+    # Prompt tokens of requests that ended: the three of `RequestOutput`, summed up.
+    num_cached_tokens: int
+    num_written_tokens: int
+    num_uncached_tokens: int
+    pages_retained: int  # of the cached pages, those before their deadline
+    num_retained_evictions: int  # pages lost before their deadline, for nothing else was left
+
+
+def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> SchedulerStats:
+    """A snapshot.
+
+    Args:
+        roster: who and what is there.
+        num_steps: planned so far.
+        num_in_flight: of these, not committed.
+    """
+    rows, page_size = roster.rows, roster.config.page_size
+    counts = [memory.counts for memory in roster.memories]
+    num_used = sum(each.referenced for each in counts)
+    room = num_used * page_size
+    held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
+    return SchedulerStats(
+        num_requests=roster.num_requests,
+        num_waiting=len(roster.waiting),
+        num_running=rows.num_placed,
+        num_in_flight=num_in_flight,
+        pages_free=sum(each.free for each in counts),
+        pages_cached=sum(each.cached for each in counts),
+        pages_used=num_used,
+        tokens_held=held,
+        utilisation=held / room if room else 1.0,
+        num_steps=num_steps,
+        num_prompt_tokens=roster.num_prompt_tokens,
+        num_hit_tokens=roster.num_hit_tokens,
+        num_preemptions=roster.num_preemptions,
+        num_cached_tokens=roster.usage.num_cached,
+        num_written_tokens=roster.usage.num_written,
+        num_uncached_tokens=roster.usage.num_uncached,
+        pages_retained=sum(memory.num_retained for memory in roster.memories),
+        num_retained_evictions=sum(memory.num_retained_evictions for memory in roster.memories),
+    )

@@ -1,0 +1,111 @@
+"""Traces for prefix caches, and what each policy makes of them: the scheduler itself, with a device that costs nothing."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from jaxkv.bench.policies import POLICIES, Answer, Policy, replay, small_pool
+from jaxkv.bench.traces import TRACES, Trace, TraceRequest, workload
+from jaxkv.config import SchedulerConfig
+from jaxkv.scheduler import Scheduler
+from tests.fake_model import make_request
+from tests.fake_runner import CheapRunner
+
+SIZE = 16
+
+
+def run(trace: Trace, policy: Policy, *, num_pages: int | None = None, **changes) -> tuple[dict, Scheduler]:
+    """Replays a trace; `num_pages` is the small pool's."""
+    small = num_pages or small_pool(trace, SIZE)
+    sizes = dict(
+        max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=small if policy.is_small else 1000
+    )
+    config = SchedulerConfig(**{**sizes, "prefix_cache": policy.prefix_cache, "eviction": policy.eviction, **changes})
+    scheduler, runner, ids = Scheduler(config), CheapRunner(config.max_rows, 1), itertools.count()
+
+    def ask(requests: Sequence[TraceRequest]) -> list[Answer]:
+        finished = {}
+        names = [str(next(ids)) for _ in requests]
+        for name, request in zip(names, requests, strict=True):
+            marks = tuple((point, 3600.0) for point in request.keep) if policy.keeps else ()
+            scheduler.add(make_request(name, request.prompt, max_tokens=request.output_len, marks=marks))
+        while scheduler.has_unfinished:
+            plan = scheduler.plan()
+            assert plan is not None
+            finished |= {event.request_id: event for event in scheduler.commit(runner.run(plan)).finished}
+        numbers = [(finished[name].cached_tokens, finished[name].cache_written_tokens) for name in names]
+        return [
+            Answer(read, written, len(request.prompt) - read - written, 0.0)
+            for (read, written), request in zip(numbers, requests, strict=True)
+        ]
+
+    return replay(trace, ask, SIZE), scheduler
+
+
+def all_policies(trace: Trace, **changes) -> dict[str, float]:
+    """Share of the optimum that each finds."""
+    return {policy.name: run(trace, policy, **changes)[0]["of_optimum"] for policy in POLICIES}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_are_the_same_every_time_and_fit_small_engines(name: str):
+    trace = TRACES[name]()
+    assert trace == TRACES[name]() and trace.name == name
+    assert max(len(request.prompt) + request.output_len for request in trace.requests) <= 512
+    assert all(0 < point <= len(request.prompt) for request in trace.requests for point in request.keep)
+    assert workload([trace]).num_prompt_tokens == trace.num_prompt_tokens < 5000
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_optimum_is_what_a_cache_without_end_finds(name: str):
+    trace, known, hits = TRACES[name](), set(), 0
+    for request in trace.requests:
+        pages = [request.prompt[:end] for end in range(SIZE, len(request.prompt) + 1, SIZE)]
+        hits += SIZE * len([page for page in pages if page in known and len(page) < len(request.prompt)])
+        known.update(pages)
+    assert trace.best_hits(SIZE) == hits > 0 and trace.num_pages(SIZE) == len(known)
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 8])
+@pytest.mark.parametrize("name", TRACES)
+def test_with_room_for_all_the_hit_rate_is_96_percent_of_the_optimum(name: str, max_rows: int):
+    row, scheduler = run(TRACES[name](), POLICIES[1], max_rows=max_rows)
+    assert row["of_optimum"] >= 0.96
+    assert row["saved_tokens"] + row["written_tokens"] + row["uncached_tokens"] == TRACES[name]().num_prompt_tokens
+    stats = scheduler.stats()
+    assert stats.num_cached_tokens == row["saved_tokens"] and stats.num_written_tokens == row["written_tokens"]
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("name", TRACES)
+def test_shards_compute_a_prefix_once_each_at_most(name: str, num_shards: int):
+    trace = TRACES[name]()
+    row, _ = run(trace, POLICIES[1], num_shards=num_shards, max_rows=4)
+    once = trace.num_prompt_tokens - trace.best_hits(SIZE)
+    assert trace.num_prompt_tokens - row["saved_tokens"] <= num_shards * once
+
+
+def test_in_a_small_pool_what_is_kept_stays_and_cost_is_no_worse_than_lru():
+    found = {name: all_policies(make()) for name, make in TRACES.items()}
+    for shares in found.values():
+        assert shares["off"] == 0 and shares["roomy"] == 1
+        assert shares["retention"] >= shares["lru"] and shares["cost"] >= shares["lru"]
+    assert found["shared"]["retention"] == 1 and found["shared"]["lru"] <= 0.8
+    assert found["shared"]["cost"] > found["shared"]["lru"]
+    assert found["agents"]["retention"] > found["agents"]["lru"]
+
+
+def test_mixed_tasks_are_found_because_the_longest_prefix_gets_in_first():
+    trace, lru = TRACES["few-shot"](), POLICIES[2]
+    num_pages = trace.most_pages(SIZE) + 3
+    assert run(trace, lru, num_pages=num_pages, max_rows=1)[0]["of_optimum"] == 1
+    assert run(trace, lru, num_pages=num_pages, max_rows=1, max_bypass=0)[0]["of_optimum"] < 0.1
+
+
+def test_depth_first_is_the_optimum_of_a_tree_and_the_queue_finds_it():
+    trace = TRACES["agents"]()
+    together = dataclasses.replace(trace, rounds=(tuple(trace.requests),))
+    row, _ = run(together, POLICIES[2], num_pages=trace.most_pages(SIZE) + 5, max_rows=1)
+    assert row["of_optimum"] == 1
