@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv.admission import check_cached, check_fits
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
+from jaxkv.memory import Reuse
 from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
 from jaxkv.planner import Flight, Planner
 from jaxkv.request import FinishReason, Request
@@ -186,6 +187,14 @@ class Scheduler:
             admitted=flight.admitted,
             finished=self._roster.take_finished(),
         )
+
+    def find_reuse(self, request: Request) -> Reuse:
+        """What `request` would find cached if it were admitted now, on the data shard that has most of it.
+
+        Looks only: nothing is taken, counted or moved in the order of eviction.
+        """
+        seq = Sequence(request, 0, (0, 0), self.config.max_len, watched=False)
+        return max((memory.find_reuse(seq, None) for memory in self._roster.memories), key=lambda each: each.num_tokens)
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges, made when asked."""

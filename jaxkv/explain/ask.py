@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.chat import ChatTemplate
+from jaxkv.chat_cache import read_marks
 from jaxkv.errors import RequestError
 from jaxkv.plain_json import plain
 
@@ -80,6 +81,9 @@ def parse_ask(value: Any, where: str = "request") -> Ask:
         raise RequestError(f"{where}.continue_final_message is not supported; send the text as a prompt")
     tools, documents = fields.take("tools", list), fields.take("documents", list)
     template, generation = fields.take("chat_template", str), fields.take("add_generation_prompt", bool)
+    if messages is not None:  # what to keep is not what the model reads
+        chat = read_marks(messages, tools)
+        messages, tools = tuple(chat.messages), chat.tools
     if messages is None and (tools or documents or template):
         raise RequestError(f'{where} has a "prompt" and chat fields beside it; they need "messages"')
     echo, logprobs = fields.take("echo", bool), fields.take("logprobs", (int, bool))

@@ -10,7 +10,6 @@ from jaxkv.explain.report import CachedNow, Explanation
 from jaxkv.intake import Intake
 from jaxkv.request import Request, SamplingParams
 from jaxkv.scheduler import Scheduler
-from jaxkv.sequence import Sequence
 
 
 def explain_live(request: Any, previous: Any, *, scheduler: Scheduler, intake: Intake) -> Explanation:
@@ -41,14 +40,9 @@ def explain_live(request: Any, previous: Any, *, scheduler: Scheduler, intake: I
 
 
 def cached_now(scheduler: Scheduler, request: Request) -> CachedNow:
-    """The pages that `request` would find if it were admitted now, on the data shard that has most of them."""
+    """The pages that `request` would find if it were admitted now."""
     config = scheduler.config
     if not request.prompt_token_ids:
         return CachedNow(num_pages=0, num_tokens=0, is_on=config.prefix_cache)
-    # Each memory gets a sequence of its own to ask with: page keys are kept in it.
-    found = [
-        memory.find_reuse(Sequence(request, 0, (0, 0), config.max_len, watched=False), None)
-        for memory in scheduler._roster.memories
-    ]
-    best = max(found, key=lambda reuse: reuse.num_tokens)
-    return CachedNow(num_pages=len(best.pages), num_tokens=best.num_tokens, is_on=config.prefix_cache)
+    reuse = scheduler.find_reuse(request)
+    return CachedNow(num_pages=len(reuse.pages), num_tokens=reuse.num_tokens, is_on=config.prefix_cache)

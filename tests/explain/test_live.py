@@ -3,7 +3,7 @@
 import pytest
 
 from jaxkv.errors import RequestError
-from jaxkv.explain import Cause, Explanation, explain_live
+from jaxkv.explain import Cause, Explanation, explain_live, parse_ask
 from jaxkv.intake import Intake
 from tests.fake_model import VOCAB, make_prompt, make_request, small_config
 from tests.fake_runner import Loop, run
@@ -76,3 +76,19 @@ def test_data_shards() -> None:
 def test_refusals(request_: object, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         ask(Loop(small_config()), request_)
+
+
+def test_marks_do_not_change_the_prompt() -> None:
+    """They say what to keep, not what the model reads."""
+    bare = [
+        {"role": "system", "content": "You are terse."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = [bare[0] | mark, {"role": "user", "content": [bare[1]["content"][0] | mark]}]
+    plain, kept = (
+        parse_ask({"messages": bare, "tools": [tool]}),
+        parse_ask({"messages": marked, "tools": [tool | mark]}),
+    )
+    assert (plain.messages, plain.tools) == (kept.messages, kept.tools)
