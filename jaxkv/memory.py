@@ -73,13 +73,14 @@ class Memory:
         self._shelf.advance(now_s)
 
     def cached_lens(self, sequences: list[Sequence]) -> list[int]:
-        """About how many leading pages of each are cached (see `PrefixCache.match_lens`)."""
+        """About how many leading pages of each are cached and can be reused (see `PrefixCache.match_lens`)."""
         if self._cache is None:
             return [0] * len(sequences)
         for seq in sequences:
             if not seq.page_keys and seq.prompt_len >= self._page_size:
                 self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
-        return self._cache.match_lens([seq.page_keys for seq in sequences])
+        lens = self._cache.match_lens([seq.page_keys for seq in sequences])
+        return [min(num, seq.max_reused // self._page_size) for seq, num in zip(sequences, lens, strict=True)]
 
     def find_reuse(self, seq: Sequence, parent: Sequence | None) -> Reuse:
         """What `seq` can share: with `parent` (a running sequence with the same, computed prompt) or with the cache."""

@@ -25,7 +25,7 @@ class Placement:
         self._config = config
         self._roster = roster
         self._memories = roster.memories
-        self._cached_len: dict[Sequence, int] = {}  # leading pages of waiting sequences that are cached on some shard
+        self._cached_len: dict[Sequence, int] = {}  # leading pages that waiting sequences could reuse on some shard
         self._filling: dict[tuple[int, bytes], None] = {}  # (shard, key) of the pages that this plan's chunks fill
         self._busy: dict[int, None] = {}  # shards with a chunk in this plan
 

@@ -98,7 +98,8 @@ class PrefixCache:
     def match_lens(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
         """About how many leading pages of each chain of keys are known, in O(log n) where any is.
 
-        Exact unless a page was lost before later ones, which only happens where nothing else is left to lose.
+        Exact unless a page was lost before later ones: where nothing else was left to lose, or where whoever computed
+        it too goes on with a copy of its own.
         """
         known = self._page_of
         return [

@@ -4,14 +4,15 @@ A page that is to be kept has a time to live, in seconds after its last use: eac
 deadline is set anew. Until then it goes only when nothing else is left, and that is counted. When memory is needed,
 pages go in this order:
 
-    1. those whose deadline has passed, the longest passed first: they lay unused all their time
-    2. those nobody asked to keep, in the order of `eviction`
-    3. those still to be kept, the soonest deadline first
+    1. those nobody asked to keep, in the order of `eviction`
+    2. those still to be kept, the soonest deadline first
+
+A page whose deadline passes joins the first ones as if it had just been used. It must not go before them: the pages after
+it, which nobody asked to keep, may be among them, and are worth nothing without it.
 
 Time is a number that the caller brings; nothing here reads a clock.
 """
 
-import collections
 import heapq
 
 from jaxkv.eviction import EvictionOrder
@@ -29,7 +30,6 @@ class Shelf:
         self.num_retained_evictions = 0  # pages that went before their deadline
         self._now_s = 0.0
         self._ttl_s: dict[int, float] = {}  # pages to keep, on the shelf or held
-        self._expired: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._retained: dict[int, int] = {}  # pages on the shelf before their deadline -> serial number
         # (deadline, serial number, page); stale where the page has another serial number. Released tail first, pages
         # of one deadline go tail first too.
@@ -37,7 +37,7 @@ class Shelf:
         self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self.order) + len(self._retained) + len(self._expired)
+        return len(self.order) + len(self._retained)
 
     @property
     def num_retained(self) -> int:
@@ -59,14 +59,10 @@ class Shelf:
 
     def remove(self, page: int) -> bool:
         """Takes a page out, for someone holds it again; False if it was not there."""
-        if self.order.remove(page) or self._retained.pop(page, None) is not None:
-            return True
-        return self._expired.pop(page, page) is None
+        return self.order.remove(page) or self._retained.pop(page, None) is not None
 
     def pop(self) -> int:
         """Takes out the page to lose; there must be one. Call `forgotten` when its key is gone."""
-        if self._expired:
-            return self._expired.popitem(last=False)[0]
         if len(self.order):
             return self.order.pop()
         while True:
@@ -90,7 +86,7 @@ class Shelf:
             _, serial, page = heapq.heappop(self._deadlines)
             if self._retained.get(page) == serial:
                 del self._retained[page], self._ttl_s[page]
-                self._expired[page] = None
+                self.order.add(page)
 
     def forgotten(self, page: int) -> None:
         """As in `EvictionOrder`; nor is the page to be kept any longer."""
@@ -98,7 +94,6 @@ class Shelf:
         self.order.forgotten(page)
 
     def check(self) -> None:
-        """Asserts that a page is in one place only; for tests."""
-        assert not self._retained.keys() & self._expired.keys()
-        assert self._retained.keys() <= self._ttl_s.keys() and not self._expired.keys() & self._ttl_s.keys()
+        """Asserts that the structures agree; for tests."""
+        assert self._retained.keys() <= self._ttl_s.keys()
         assert {page for _, serial, page in self._deadlines if self._retained.get(page) == serial} == {*self._retained}

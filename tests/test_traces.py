@@ -1,14 +1,16 @@
 """Traces for prefix caches, and what each policy makes of them: the scheduler itself, with a device that costs nothing."""
 
+import argparse
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import pytest
 
-from jaxkv.bench.policies import POLICIES, Answer, Policy, replay, small_pool
+from jaxkv.bench.policies import POLICIES, Answer, Policy, bench, check_fits, replay, small_pool
 from jaxkv.bench.traces import TRACES, Trace, TraceRequest, workload
 from jaxkv.config import SchedulerConfig
+from jaxkv.errors import ConfigError
 from jaxkv.scheduler import Scheduler
 from tests.fake_model import make_request
 from tests.fake_runner import CheapRunner
@@ -102,6 +104,21 @@ def test_mixed_tasks_are_found_because_the_longest_prefix_gets_in_first():
     num_pages = trace.most_pages(SIZE) + 3
     assert run(trace, lru, num_pages=num_pages, max_rows=1)[0]["of_optimum"] == 1
     assert run(trace, lru, num_pages=num_pages, max_rows=1, max_bypass=0)[0]["of_optimum"] < 0.1
+
+
+def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
+    trace = TRACES["shared"]()
+    longest = trace.most_pages(SIZE)
+    fits = dict(page_size=SIZE, max_len=longest * SIZE, num_pages=trace.num_pages(SIZE) + longest)
+    check_fits(trace, **fits)
+    for field in ("max_len", "num_pages"):
+        with pytest.raises(ConfigError, match=rf"'shared' needs max_len={fits['max_len']} and num_pages={fits['num_pages']}"):
+            check_fits(trace, **fits | {field: fits[field] - 1})
+
+
+def test_other_engines_do_not_replay_traces():
+    with pytest.raises(ConfigError, match="--compare hf cannot replay traces"):
+        bench(argparse.Namespace(trace=["all"], compare=["hf"]), lambda: pytest.fail("loads for nothing"))
 
 
 def test_depth_first_is_the_optimum_of_a_tree_and_the_queue_finds_it():

@@ -59,6 +59,17 @@ def small_pool(trace: Trace, page_size: int) -> int:
     return max(trace.num_pages(page_size) * 2 // 5, trace.most_pages(page_size) + 1)
 
 
+def check_fits(trace: Trace, *, page_size: int, max_len: int, num_pages: int) -> None:
+    """Raises ConfigError where an engine cannot run a trace, or has no room to forget nothing of it."""
+    longest = trace.most_pages(page_size)
+    needed_len, needed_pages = longest * page_size, trace.num_pages(page_size) + longest
+    if needed_len > max_len or needed_pages > num_pages:
+        raise ConfigError(
+            f"trace {trace.name!r} needs max_len={needed_len} and num_pages={needed_pages}; this engine has {max_len} and "
+            f"{num_pages}"
+        )
+
+
 def replay(trace: Trace, ask: Callable[[Sequence[TraceRequest]], list[Answer]], page_size: int) -> dict[str, Any]:
     """Asks round after round; returns the numbers under the names that results use."""
     start = time.perf_counter()
@@ -80,20 +91,17 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
     """Runs every policy on the traces `args.trace`.
 
     Raises:
-        ConfigError: a trace does not fit `max_len`.
+        ConfigError: a trace does not fit, or other engines are to run it too.
     """
+    if args.compare:
+        raise ConfigError(f"--compare {args.compare[0]} cannot replay traces; leave out --trace or --compare")
     names = list(traces.TRACES) if "all" in args.trace else list(dict.fromkeys(args.trace))
     chosen = [traces.TRACES[name]() for name in names]
     llm = load()
     result = conditions(llm, traces.workload(chosen)) | {"page_size": llm.page_size}
     for trace in chosen:
         size = llm.page_size
-        needed = max(trace.most_pages(size) * size, trace.num_pages(size) + trace.most_pages(size))
-        if trace.most_pages(size) * size > llm.max_len or needed > llm.num_pages:
-            raise ConfigError(
-                f"trace {trace.name!r} needs max_len={trace.most_pages(size) * size} and num_pages={needed}; this engine "
-                f"has {llm.max_len} and {llm.num_pages}"
-            )
+        check_fits(trace, page_size=size, max_len=llm.max_len, num_pages=llm.num_pages)
         rows = [{"policy": policy.name} | _run(llm, trace, policy) for policy in POLICIES]
         result[trace.name] = {
             "num_requests": len(list(trace.requests)),

@@ -121,13 +121,13 @@ def test_kept_pages_go_last_the_soonest_deadline_first_and_are_counted():
     assert shelf.num_retained_evictions == 2 and len(shelf) == 0
 
 
-def test_expired_pages_go_first_and_are_not_counted():
+def test_a_page_whose_time_is_over_is_as_one_just_used_and_not_counted():
     shelf = shelf_of(1, 2, 3, ttl_s={2: 5.0, 3: 4.0})
     shelf.advance(4.9)
     assert shelf.num_retained == 1
     shelf.advance(5.0)
     shelf.advance(1.0)
-    assert [shelf.pop() for _ in range(3)] == [3, 2, 1] and shelf.num_retained_evictions == 0
+    assert [shelf.pop() for _ in range(3)] == [1, 3, 2] and shelf.num_retained_evictions == 0
 
 
 def test_each_use_sets_the_deadline_anew():

@@ -131,12 +131,8 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
         self.ttl_s: dict[int, float] = {}
         self.shelf: dict[int, tuple[float, float | None]] = {}  # -> worth when it came (or age), deadline
         self.ages: dict[int, int] = {}
-        self.expired: list[int] = []
         self.now_s = self.level = 0.0
         self.num_events = self.num_lost = 0
-
-    def listed(self) -> list[int]:
-        return [*self.expired, *self.shelf]
 
     def put(self, page: int) -> None:
         """Onto the model's shelf."""
@@ -149,8 +145,6 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
 
     def next_to_lose(self) -> list[int]:
         """Pages that may go now: several where only the order of their becoming leaves decides."""
-        if self.expired:
-            return self.expired[:1]
         plain = [page for page, (_, deadline) in self.shelf.items() if deadline is None]
         if not plain:
             return [min(self.shelf, key=lambda page: (self.shelf[page][1], self.ages[page]))]
@@ -162,13 +156,10 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
 
     def lose(self, page: int) -> None:
         assert page in self.next_to_lose()
-        if page in self.expired:
-            self.expired.remove(page)
-        else:
-            worth, deadline = self.shelf.pop(page)
-            self.num_lost += deadline is not None
-            if deadline is None:
-                self.level = max(self.level, worth)
+        worth, deadline = self.shelf.pop(page)
+        self.num_lost += deadline is not None
+        if deadline is None:
+            self.level = max(self.level, worth)
         del self.keys[page]
         self.ttl_s.pop(page, None)
 
@@ -176,7 +167,7 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
     def allocate(self, num: int) -> None:
         self.evicted.clear()
         pages = self.allocator.try_allocate(num)
-        if num > len(self.free) + len(self.listed()):
+        if num > len(self.free) + len(self.shelf):
             assert pages is None
             return
         assert pages is not None
@@ -214,9 +205,6 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
             self.held.append(pages)
 
     def take_off(self, page: int) -> bool:
-        if page in self.expired:
-            self.expired.remove(page)
-            return True
         return self.shelf.pop(page, None) is not None
 
     @hypothesis.stateful.rule(data=st.data())
@@ -262,7 +250,7 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
         over = [page for page, (_, deadline) in self.shelf.items() if deadline is not None and deadline <= self.now_s]
         for page in sorted(over, key=lambda page: (self.shelf[page][1], self.ages[page])):
             del self.shelf[page], self.ttl_s[page]
-            self.expired.append(page)
+            self.put(page)
 
     @hypothesis.stateful.rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
@@ -276,7 +264,7 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
 
     @hypothesis.stateful.invariant()
     def agrees(self) -> None:
-        allocator, num_listed = self.allocator, len(self.listed())
+        allocator, num_listed = self.allocator, len(self.shelf)
         allocator.check([page for pages in self.held for page in pages])
         referenced = allocator.num_pages - 1 - len(self.free) - num_listed
         assert allocator.counts == PageCounts(free=len(self.free), cached=num_listed, referenced=referenced)

@@ -44,6 +44,16 @@ def test_kept_pages_survive_a_flood_until_their_deadline(eviction: str):
     assert loop.scheduler.stats().num_retained_evictions == 0
 
 
+@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize("marks", [(), ((8, 5.0),)])
+def test_a_time_that_is_over_does_no_harm(eviction: str, marks: tuple):
+    """The tail that nobody marked is of no use without the marked head: it still goes first."""
+    loop = run(small_pool(eviction=eviction), make_request("a", PREFIX, max_tokens=1, marks=marks))
+    loop.now_s = 6.0
+    run(loop, make_request("large", make_prompt(39, 1), max_tokens=1))
+    assert cached_of(loop, [*PREFIX, 9]) == 8
+
+
 def test_without_a_mark_a_flood_takes_them():
     loop = run(small_pool(), make_request("a", [*PREFIX, 1, 2, 3], max_tokens=1))
     flood(loop)

@@ -31,6 +31,13 @@ def test_of_equals_the_longest_cached_prefix_gets_in_first():
     assert admitted_after(loop, *asked) == ["long", "short", "none", "other"]
 
 
+def test_who_scores_its_prompt_reuses_nothing_and_does_not_overtake_for_it():
+    loop = run(Loop(small_config(max_rows=1)), make_request("warm", make_prompt(12), max_tokens=1))
+    scored = make_request("scored", make_prompt(12), max_tokens=0, prompt_logprobs=0)
+    order = admitted_after(loop, make_request("first", make_prompt(12, 1), max_tokens=1), scored)
+    assert order == ["first", "scored"]
+
+
 def test_in_a_small_pool_interleaved_tasks_are_done_one_after_the_other():
     """Six pages hold one task: in order of arrival nothing would ever be found."""
     asked = [question(f"{task}{number}", task, number) for number in range(3) for task in range(3)]
