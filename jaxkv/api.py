@@ -1,40 +1,27 @@
-"""`LLM`: load a model, generate, chat, stream, score. Builds both towers and lets the engine run them."""
+"""`LLM`: load a model, generate, chat, stream, score."""
 
 import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxkv import ops, prefix_cache, sharding
+from jaxkv.build import build_engine
 from jaxkv.cache_control import CacheControl, Caching
-from jaxkv.catalog import open_model
 from jaxkv.chat_cache import read_marks
-from jaxkv.checkpoint.load import load_model, model_config
-from jaxkv.checkpoint.source import ModelSource
-from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
-from jaxkv.errors import ConfigError, RequestError
+from jaxkv.errors import RequestError
 from jaxkv.explain import Explanation, explain_live
 from jaxkv.intake import Intake
-from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import LlamaConfig
-from jaxkv.models.registry import Family
 from jaxkv.outputs import OutputBuilder
-from jaxkv.program_cache import ProgramCache
 from jaxkv.progress import Progress
 from jaxkv.request import RequestOutput, SamplingParams
-from jaxkv.runner import Runner
-from jaxkv.scheduler import Scheduler, SchedulerStats
-from jaxkv.settings import EngineConfig, Resolved, resolve
+from jaxkv.scheduler import SchedulerStats
+from jaxkv.settings import EngineConfig
 from jaxkv.stream import TextStream
-from jaxkv.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 Each = TypeVar("Each")
@@ -54,11 +41,9 @@ class LLM:
     Build it with `LLM.load`.
     """
 
-    def __init__(
-        self, name: str, engine: Engine, intake: Intake, tokenizer: Tokenizer | None, config: EngineConfig
-    ) -> None:
+    def __init__(self, name: str, engine: Engine, intake: Intake, config: EngineConfig) -> None:
         self.name = name
-        self.tokenizer = tokenizer
+        self.tokenizer = intake.tokenizer
         self._engine = engine
         self._intake = intake
         self._seed = config.seed
@@ -123,38 +108,8 @@ class LLM:
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
             prefix_cache=prefix_cache, eviction=eviction, overlap=overlap, seed=seed,
         )  # fmt: skip
-        keeps_programs = use_compilation_cache(cache_dir() / "xla")
-        mesh = sharding.make_mesh(tensor, data)
-        source = open_model(model)
-        family, geometry = model_config(source)
-        geometry = copy_kv_heads(geometry, tensor)
-        backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
-        np_dtype = _resolve_dtype(dtype, source, backend)
-        module = load_model(
-            source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
-        )
-        resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
-        programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
-        tokenizer = _load_tokenizer(source)
-        llm = cls(
-            str(model),
-            Engine(
-                Scheduler(resolved.scheduler, _namespace(source, geometry, resolved)),
-                Runner.build(
-                    module,
-                    resolved,
-                    mesh,
-                    vocab_size=geometry.vocab_size,
-                    head_dim=geometry.head_dim,
-                    cache=programs,
-                ),
-                tokenizer,
-                overlap=overlap,
-            ),
-            Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer),
-            tokenizer,
-            config,
-        )
+        engine, intake = build_engine(model, config, dtype=dtype, tensor=tensor, data=data, progress=progress)
+        llm = cls(str(model), engine, intake, config)
         if warm_up:
             llm.warm_up(progress=progress)
         return llm
@@ -414,51 +369,6 @@ class LLM:
         for builder in builders:
             if builder.output is None:
                 self._engine.abort(builder.request.request_id)
-
-
-def cache_dir() -> Path:
-    """`JAXKV_CACHE_DIR`, or `~/.cache/jaxkv`."""
-    return Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
-
-
-def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:
-    names = {"float32": jnp.float32, "f32": jnp.float32, "bfloat16": jnp.bfloat16, "bf16": jnp.bfloat16}
-    if dtype == "auto":
-        return backend.auto_dtype or source.auto_dtype
-    if dtype not in names:
-        raise ConfigError(f"dtype={dtype!r} is not one of auto, float32, bfloat16")
-    return np.dtype(names[dtype])
-
-
-def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
-    pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
-    facts = (
-        family.name, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
-        config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
-    )  # fmt: skip
-    return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
-
-
-def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    if source.tokenizer_source is None:
-        return None
-    return load_tokenizer(source.tokenizer_source, generation_config=source.generation_config)
-
-
-def _eos_ids(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokenizer knows them all; without one, the configs say what they can."""
-    if tokenizer is not None:
-        return tuple(sorted(tokenizer.eos_ids))
-    values = ((source.generation_config or {}).get("eos_token_id"), source.config.get("eos_token_id"))
-    ids = itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in values if v is not None)
-    return tuple(sorted(set(ids)))
-
-
-def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved) -> bytes:
-    pool = resolved.pool
-    return prefix_cache.namespace(
-        model=source.digest, kv_dtype=pool.dtype.name, page_size=pool.page_size, rope=repr(geometry.rope)
-    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -81,11 +81,11 @@ class MarkedChat:
         if place.message is None:
             tools, number = self.tools or [], (place.tool or 0) + 1
             other = [*tools, _OTHER_TOOL] if number == len(tools) else tools[:number]
-            return _common_len(text, render, self.messages, other, True)
+            return _varied_len(text, render, self.messages, other)
         end = place.message + 1
         if place.part is not None:
             varied = [*self.messages[: end - 1], _vary(self.messages[end - 1], place.part + 1), *self.messages[end:]]
-            return _common_len(text, render, varied, self.tools, True)
+            return _varied_len(text, render, varied, self.tools)
         if end == len(self.messages):
             return _common_len(text, render, self.messages, self.tools, False) or len(text)
         without = _common_len(text, render, self.messages[:end], self.tools, False)
@@ -93,7 +93,7 @@ class MarkedChat:
             return without
         # Some templates refuse a chat that ends here, or move the system's text into the user's first message.
         varied = [*self.messages[:end], _vary(self.messages[end], 0), *self.messages[end + 1 :]]
-        return max(without, _common_len(text, render, varied, self.tools, True))
+        return max(without, _varied_len(text, render, varied, self.tools))
 
 
 def read_marks(
@@ -153,7 +153,7 @@ def _read(piece: Any, where: str, places: list[_Place], **indices: int) -> Any:
         mark = {"type": "ephemeral", "ttl": mark.ttl}
     if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral" or mark.keys() - {"type", "ttl"}:
         raise RequestError(f"{where}: {_KEY}={mark!r} must be {{'type': 'ephemeral'}}, with a 'ttl' if you like")
-    if "tool" not in indices and bare.get("text", bare.get("content")) in ("", None, []):
+    if "tool" not in indices and not bare.get("tool_calls") and bare.get("text", bare.get("content")) in ("", None, []):
         raise RequestError(f"{where}: {_KEY} on an empty text; put it on the piece before")
     places.append(_Place(where, ttl_s(mark.get("ttl", "5m")), **indices))
     return bare
@@ -188,6 +188,12 @@ def _common_len(text: str, render: Render, messages: Messages, tools: Tools, add
     except RequestError:
         return 0
     return _num_alike(text, other)
+
+
+def _varied_len(text: str, render: Render, messages: Messages, tools: Tools) -> int:
+    """As `_common_len`, of a chat where what follows a mark is varied; 0 where the template shows nothing of that."""
+    num = _common_len(text, render, messages, tools, True)
+    return num if num < len(text) else 0
 
 
 def _num_alike(a: Sequence[Any], b: Sequence[Any]) -> int:

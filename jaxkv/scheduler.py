@@ -77,6 +77,9 @@ class Scheduler:
         if request.deadline_s is not None:
             arrival = self._roster.sequences(request.request_id)[0].rank[1]
             heapq.heappush(self._deadlines, (request.deadline_s, arrival, request.request_id))
+            if len(self._deadlines) > 2 * self._roster.num_requests + 64:  # mostly of requests that are over
+                self._deadlines = [entry for entry in self._deadlines if self._is_alive(entry)]
+                heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
         """Ends what is left of a request; unknown or finished ones are left alone. Pages are free at once."""
@@ -85,10 +88,9 @@ class Scheduler:
     def expire(self, now_s: float) -> None:
         """Ends requests whose deadline is not after `now_s` (the caller's clock); they keep their partial output."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            group = self._roster.sequences(request_id)
-            if group and group[0].rank[1] == arrival:  # else the id was used again
-                self._end_request(request_id, Ending(FinishReason.ABORT))
+            entry = heapq.heappop(self._deadlines)
+            if self._is_alive(entry):
+                self._end_request(entry[2], Ending(FinishReason.ABORT))
 
     def finish(
         self,
@@ -203,6 +205,12 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every structure tells the same story; for tests."""
         self._roster.check()
+
+    def _is_alive(self, entry: tuple[float, int, str]) -> bool:
+        """Whether the request of a deadline is not over; its id may have been used again."""
+        _, arrival, request_id = entry
+        group = self._roster.sequences(request_id)
+        return bool(group) and group[0].rank[1] == arrival
 
     def _end_request(self, request_id: str, ending: Ending) -> None:
         for seq in self._roster.sequences(request_id):

@@ -26,7 +26,7 @@ class SchedulerStats:
     num_cached_tokens: int
     num_written_tokens: int
     num_uncached_tokens: int
-    pages_retained: int  # of the cached pages, those before their deadline
+    pages_retained: int  # of the cached pages, those before their deadline, by the clock of the newest plan
     num_retained_evictions: int  # pages lost before their deadline, for nothing else was left
 
 

@@ -1,6 +1,5 @@
 """Traces for prefix caches, and what each policy makes of them: the scheduler itself, with a device that costs nothing."""
 
-import argparse
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ import pytest
 
 from jaxkv.bench.policies import POLICIES, Answer, Policy, bench, check_fits, replay, small_pool
 from jaxkv.bench.traces import TRACES, Trace, TraceRequest, workload
+from jaxkv.cli.command import build_parser
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import ConfigError
 from jaxkv.scheduler import Scheduler
@@ -112,13 +112,20 @@ def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
     fits = dict(page_size=SIZE, max_len=longest * SIZE, num_pages=trace.num_pages(SIZE) + longest)
     check_fits(trace, **fits)
     for field in ("max_len", "num_pages"):
-        with pytest.raises(ConfigError, match=rf"'shared' needs max_len={fits['max_len']} and num_pages={fits['num_pages']}"):
+        with pytest.raises(
+            ConfigError, match=rf"'shared' needs max_len={fits['max_len']} and num_pages={fits['num_pages']}"
+        ):
             check_fits(trace, **fits | {field: fits[field] - 1})
 
 
-def test_other_engines_do_not_replay_traces():
-    with pytest.raises(ConfigError, match="--compare hf cannot replay traces"):
-        bench(argparse.Namespace(trace=["all"], compare=["hf"]), lambda: pytest.fail("loads for nothing"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--compare", "hf"], "--compare hf cannot replay traces"), (["--eviction", "cost"], "--eviction cost: --trace")],
+)
+def test_flags_that_replays_do_not_heed_are_refused(flags: list[str], message: str):
+    args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all", *flags])
+    with pytest.raises(ConfigError, match=message):
+        bench(args, lambda: pytest.fail("loads for nothing"))
 
 
 def test_depth_first_is_the_optimum_of_a_tree_and_the_queue_finds_it():

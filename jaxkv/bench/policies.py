@@ -91,10 +91,12 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
     """Runs every policy on the traces `args.trace`.
 
     Raises:
-        ConfigError: a trace does not fit, or other engines are to run it too.
+        ConfigError: a trace does not fit, or a flag is given that replays do not heed.
     """
     if args.compare:
         raise ConfigError(f"--compare {args.compare[0]} cannot replay traces; leave out --trace or --compare")
+    if args.eviction is not None:
+        raise ConfigError(f"--eviction {args.eviction}: --trace replays under every policy; leave out one of them")
     names = list(traces.TRACES) if "all" in args.trace else list(dict.fromkeys(args.trace))
     chosen = [traces.TRACES[name]() for name in names]
     llm = load()

@@ -284,6 +284,16 @@ def test_35_a_deadline_ends_with_the_partial_output():
     assert loop.finished["patient", 0].reason is FinishReason.LENGTH
 
 
+def test_35_deadlines_of_requests_that_are_over_take_no_memory():
+    loop = Loop(small_config())
+    for number in range(200):
+        run(loop, make_request(str(number), [1, 2], max_tokens=1, deadline_s=1000.0 + number))
+    loop.add(make_request("late", [1, 2], max_tokens=40, deadline_s=2000.0))
+    assert len(loop.scheduler._deadlines) <= 2 * 1 + 65
+    loop.scheduler.expire(2000.0)
+    assert not loop.scheduler.has_unfinished
+
+
 def test_35_a_deadline_does_not_outlive_its_request():
     loop = Loop(small_config())
     run(loop, make_request("a", make_prompt(5), max_tokens=1, deadline_s=1.0))

@@ -89,6 +89,19 @@ def test_marks_on_tools(number: int):
     assert ('"dog"' in text) == (number == 1) and "Once" not in text
 
 
+def test_a_mark_on_a_call_without_text():
+    tokenizer = with_template(templates.CHATML_TOOLS)
+    call = {"id": "1", "type": "function", "function": {"name": "fox", "arguments": "{}"}}
+    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+    ((text, _),) = kept(tokenizer, [SYSTEM, USER, marked(asks), MORE], [tool("fox")])
+    assert "<tool_call>" in text and "fibonacci" not in text
+
+
+def test_a_mark_on_tools_that_the_template_does_not_show_is_refused():
+    with pytest.raises(RequestError, match=r"tools\[0\]: this chat template does not keep it in one place"):
+        kept(CHATML, [SYSTEM, USER], [tool("fox", cache_control=KEEP)])
+
+
 def test_templates_never_see_marks():
     tokenizer = with_template(templates.CHATML_TOOLS)
     bare = tokenizer.encode_chat([SYSTEM, USER], tools=[tool("fox")])

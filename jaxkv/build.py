@@ -1,0 +1,106 @@
+"""From a model and settings to an engine: the one place that builds both towers."""
+
+import itertools
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv import ops, prefix_cache, sharding
+from jaxkv.catalog import open_model
+from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.checkpoint.source import ModelSource
+from jaxkv.compile_cache import use_compilation_cache
+from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
+from jaxkv.intake import Intake
+from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.models.llama import LlamaConfig
+from jaxkv.models.registry import Family
+from jaxkv.program_cache import ProgramCache
+from jaxkv.runner import Runner
+from jaxkv.scheduler import Scheduler
+from jaxkv.settings import EngineConfig, Resolved, resolve
+from jaxkv.tokenizer import Tokenizer, load_tokenizer
+
+
+def build_engine(
+    model: str | os.PathLike[str],
+    config: EngineConfig,
+    *,
+    dtype: str,
+    tensor: int,
+    data: int,
+    progress: bool | None,
+) -> tuple[Engine, Intake]:
+    """Loads a model onto the first `data * tensor` devices; arguments and errors as in `LLM.load`.
+
+    Returns:
+        The engine, and the intake that makes its requests.
+    """
+    keeps_programs = use_compilation_cache(cache_dir() / "xla")
+    mesh = sharding.make_mesh(tensor, data)
+    source = open_model(model)
+    family, geometry = model_config(source)
+    geometry = copy_kv_heads(geometry, tensor)
+    backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
+    np_dtype = _resolve_dtype(dtype, source, backend)
+    module = load_model(
+        source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
+    )
+    resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
+    programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
+    tokenizer = _load_tokenizer(source)
+    scheduler = Scheduler(resolved.scheduler, _namespace(source, geometry, resolved))
+    runner = Runner.build(
+        module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim, cache=programs
+    )
+    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap)
+    return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
+
+
+def cache_dir() -> Path:
+    """`JAXKV_CACHE_DIR`, or `~/.cache/jaxkv`."""
+    return Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
+
+
+def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:
+    names = {"float32": jnp.float32, "f32": jnp.float32, "bfloat16": jnp.bfloat16, "bf16": jnp.bfloat16}
+    if dtype == "auto":
+        return backend.auto_dtype or source.auto_dtype
+    if dtype not in names:
+        raise ConfigError(f"dtype={dtype!r} is not one of auto, float32, bfloat16")
+    return np.dtype(names[dtype])
+
+
+def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
+    pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
+    facts = (
+        family.name, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
+        config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
+    )  # fmt: skip
+    return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    if source.tokenizer_source is None:
+        return None
+    return load_tokenizer(source.tokenizer_source, generation_config=source.generation_config)
+
+
+def _eos_ids(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokenizer knows them all; without one, the configs say what they can."""
+    if tokenizer is not None:
+        return tuple(sorted(tokenizer.eos_ids))
+    values = ((source.generation_config or {}).get("eos_token_id"), source.config.get("eos_token_id"))
+    ids = itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in values if v is not None)
+    return tuple(sorted(set(ids)))
+
+
+def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved) -> bytes:
+    pool = resolved.pool
+    return prefix_cache.namespace(
+        model=source.digest, kv_dtype=pool.dtype.name, page_size=pool.page_size, rope=repr(geometry.rope)
+    )
