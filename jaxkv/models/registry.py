@@ -27,7 +27,7 @@ class Family:
     module: Callable[..., nnx.Module]  # (cfg, dtype, per_layer=) -> module
     weight_map: Callable[[LlamaConfig], WeightMap]  # of the geometry as stored
     # (parameter as stored, copies) -> parameter, for those that change with `LlamaConfig.kv_copies`, by path
-    copy_heads: Mapping[str, Callable[[jax.Array, int], jax.Array]]
+    copy_heads: Mapping[str, Callable[[jax.Array, int], jax.Array]] = dataclasses.field(hash=False)
 
     def build(self, cfg: LlamaConfig, dtype: np.dtype, *, per_layer: bool) -> nnx.Module:
         """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
