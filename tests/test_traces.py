@@ -120,7 +120,11 @@ def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--compare", "hf"], "--compare hf cannot replay traces"), (["--eviction", "cost"], "--eviction cost: --trace")],
+    [
+        (["--compare", "hf"], "--compare hf cannot replay traces"),
+        (["--eviction", "cost"], "--eviction cost: --trace"),
+        (["--num-requests", "16"], "--num-requests has no say in traces"),
+    ],
 )
 def test_flags_that_replays_do_not_heed_are_refused(flags: list[str], message: str):
     args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all", *flags])

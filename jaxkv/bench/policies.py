@@ -93,6 +93,10 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
     Raises:
         ConfigError: a trace does not fit, or a flag is given that replays do not heed.
     """
+    if args.given:
+        raise ConfigError(
+            f"{args.given[0]} has no say in traces, which have requests of their own; leave out --trace or it"
+        )
     if args.compare:
         raise ConfigError(f"--compare {args.compare[0]} cannot replay traces; leave out --trace or --compare")
     if args.eviction is not None:

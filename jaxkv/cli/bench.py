@@ -103,7 +103,7 @@ def _add_benchmark(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
     )  # fmt: skip
     for flag in benchmark.flags:
         parser.add_argument(
-            "--" + flag.name.replace("_", "-"), type=_at_least_one, default=flag.default, metavar="N",
+            "--" + flag.name.replace("_", "-"), action=_Remember, type=_at_least_one, default=flag.default, metavar="N",
             help=f"{flag.help} (default: {flag.default})",
         )  # fmt: skip
     if benchmark.compare:
@@ -120,7 +120,17 @@ def _add_benchmark(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
         parser.add_argument("--out", metavar="PNG", help="also draw the curves into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     options.add_model_options(parser, skip=("warm_up", *benchmark.fixes), engine_seed=True)  # it warms up anyway
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, given=())
+
+
+class _Remember(argparse.Action):
+    """Stores the value, and in `given` that the flag was there: what has no say must be refused, not ignored."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = (*namespace.given, self.option_strings[0])
 
 
 def _at_least_one(text: str) -> int:
