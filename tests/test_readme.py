@@ -24,7 +24,7 @@ def test_commands_parse(line: str) -> None:
 
 def test_scripts_are_there() -> None:
     scripts = {word for line in LINES for word in line.split()[:1] if "/" in word}
-    assert scripts == {"./scripts/demo.sh", "./scripts/test.sh", "./scripts/lint.sh", ".ci/run"}
+    assert scripts == {"./scripts/demo.sh", "./scripts/test.sh", "./scripts/lint.sh", "./scripts/prove.sh", ".ci/run"}
     assert all((ROOT / script).stat().st_mode & 0o100 for script in scripts)
 
 
