@@ -71,7 +71,7 @@ class StepPrograms:
         of_decode: Any = steps_and_rows, rows, steps_and_rows
         in_step, out_of = (params, pool, state), (pool, state)
         copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
-        self._mesh = mesh
+        self._mesh, self._options = mesh, dict(backend.compiler_options) or None
         self.decode = self._jit(
             "decode", with_model(decode), (*in_step, rows, whole), (*out_of, DecodeOutput(*of_decode)), donate=(1, 2)
         )
@@ -106,4 +106,4 @@ class StepPrograms:
         shardings = jax.tree.map(functools.partial(NamedSharding, self._mesh), out_specs)
         run = on_data_shards(counted, self._mesh, in_specs, out_specs)
         run.__name__ = name
-        return jax.jit(run, donate_argnums=donate, out_shardings=shardings)
+        return jax.jit(run, donate_argnums=donate, out_shardings=shardings, compiler_options=self._options)

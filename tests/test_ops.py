@@ -39,7 +39,9 @@ def test_kernels_by_device(platform: str, kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
 def test_other_gpus_take_the_reference_and_say_so_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert ops.select("gpu", kind) is ops.select("gpu", kind) is ops.XLA
+        backend = ops.select("gpu", kind)
+    assert backend is ops.select("gpu", kind)
+    assert backend == dataclasses.replace(ops.XLA, compiler_options=ops.GPU_OPTIONS)
     assert [record.message for record in caplog.records] == [
         f"no paged-attention kernel for gpu {kind!r}: using the XLA reference path"
     ]

@@ -55,12 +55,12 @@ class Chip:
     bf16_flops: float
     int8_ops: float | None  # None: the vendor names none
     link_bytes_s: float  # TPU interconnect or NVLink
-    weight_copies: Literal["none", "layer", "all"] = "none"  # what its compiler copies in each step, see below
+    copies_weights: bool = False  # its compiler lays out all weights anew in each step, see below
     gpu: GpuLimits | None = None
 
 
 # Weights are stacked [L, ...] and each layer takes its slice. TPU compilers read the slice in place, but libtpu 0.0.52 lays
-# out whole stacks anew for tpu7x at each call (tiles of 16 x 128 instead of 8 x 128). XLA:GPU copies the slice first.
+# out whole stacks anew for tpu7x at each call (tiles of 16 x 128 instead of 8 x 128).
 
 # JAX takes 75% of a GPU's memory at its start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 # (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
@@ -77,7 +77,7 @@ def _tpu(
         name=name, platform="tpu", device_kind=kind, devices_per_chip=n, num_dims=dims, hbm_bytes=hbm * GIB // n,
         usable_bytes=int(usable * GIB), hbm_bytes_s=bandwidth * 1e9 / n, bf16_flops=bf16 * 1e12 / n,
         int8_ops=None if int8 is None else int8 * 1e12 / n, link_bytes_s=link * 1e9 / n,
-        weight_copies="all" if name == "tpu7x" else "none",
+        copies_weights=name == "tpu7x",
     )  # fmt: skip
 
 
@@ -89,7 +89,6 @@ def _gpu(
         name=name, platform="gpu", device_kind=kind, num_dims=1, hbm_bytes=mib * MIB,
         usable_bytes=int(mib * MIB * GPU_MEMORY_SHARE), hbm_bytes_s=bandwidth * 1e9, bf16_flops=bf16 * 1e12,
         int8_ops=int8 * 1e12, link_bytes_s=link * 1e9, gpu=limits,
-        weight_copies="layer",
     )  # fmt: skip
 
 

@@ -77,8 +77,7 @@ class Layout:
 
     def copied_bytes(self, chip: Chip) -> int:
         """Weights of one device that its compiler is known to copy in a step."""
-        layer = self.layer_weights // self.tensor * self.dtype_bytes
-        return {"none": 0, "layer": layer, "all": self.weight_bytes}[chip.weight_copies]
+        return self.weight_bytes if chip.copies_weights else 0
 
     def decode(self, rows: int, context_len: int) -> Work:
         """One token for each of `rows` rows (over all devices) that hold `context_len` tokens."""

@@ -6,6 +6,7 @@ moves its operands and its results, except that
 - what lies in on-chip memory (`S(1)` on TPUs) moves nothing,
 - a fusion that slices an operand (a layer's weights out of the stack) moves the slice,
 - an in-place update moves the update,
+- cuBLAS' workspace, its last result, moves nothing: how much of it is used is not in the text,
 - of a conditional the cheapest branch counts: greedy sampling without penalties, the common path,
 - other loops than the layers' count once: how often they run is not in the text,
 - the page pool counts nothing where a kernel takes it: how much of it is read depends on the lengths of the rows, which
@@ -69,7 +70,8 @@ class _Counter:
         operands = [_result(lines, name) for i, name in enumerate(line.operands) if i not in inside.values()]
         if line.op == "custom-call":
             operands = [arrays for arrays in operands if not self._is_pool(arrays)]
-        return sum(map(_moved, operands)) + _moved(tuple(a for i, a in enumerate(line.result) if i not in inside))
+        made = tuple(array for i, array in enumerate(line.result) if i not in inside)
+        return sum(map(_moved, operands)) + _moved(made[:-1] if _has_workspace(line) else made)
 
     def _is_pool(self, arrays: tuple[Array, ...]) -> bool:
         return [math.prod(array.shape) for array in arrays] == [self._pool_elements]
@@ -86,7 +88,7 @@ class _Counter:
             reads += min(_moved(arrays), self._used(called, i))
         if updates is not None:
             return reads + updates
-        return reads + _moved(line.result)
+        return reads + _moved(line.result[:-1] if _has_workspace(root) else line.result)
 
     def _used(self, computation: str, number: int) -> int:
         """Bytes a fused computation reads of its parameter `number`: all of it, or the slices it takes."""
@@ -140,6 +142,10 @@ def _aliased(line: Instruction) -> dict[int, int]:
         return {}
     pairs = re.findall(r"\{(\d*)\}: \((\d+),", table.group(1))
     return {int(result or 0): int(operand) for result, operand in pairs}
+
+
+def _has_workspace(line: Instruction) -> bool:
+    return line.op == "custom-call" and "__cublas" in line.attributes
 
 
 def _result(lines: dict[str, Instruction], name: str) -> tuple[Array, ...]:

@@ -55,16 +55,17 @@ def test_step_programs(case: Case) -> None:
 
 
 def test_tpu7x_copies_weights() -> None:
-    """If this fails for want of copies, all the better: `chips.Chip.weight_copies` can go."""
+    """If this fails for want of copies, all the better: `chips.Chip.copies_weights` can go."""
     case = next(case for case in CASES if case.topology == "tpu7x:2x2x2")
     need(case)
     engine = engine_of(case)
     assert 0.5 * engine.weight_bytes < compile_step(engine, "decode").temp_bytes < 1.2 * engine.weight_bytes
 
 
-def test_bytes_of_a_decode_step() -> None:
-    """No more than 15% above weights, live K/V and logits, for Llama 3.1 8B on eight v6e chips."""
-    case = next(case for case in CASES if (case.topology, case.model) == ("v6e:2x4", "llama-3.1-8b"))
+@pytest.mark.parametrize("topology", ["v6e:2x4", "h200x1"])
+def test_bytes_of_a_decode_step(topology: str) -> None:
+    """No more than 15% above weights, live K/V and logits, for Llama 3.1 8B."""
+    case = next(case for case in CASES if (case.topology, case.model) == (topology, "llama-3.1-8b"))
     need(case)
     work = layout_of(case).decode(ROWS, CONTEXT_LEN)
     moved = compile_step(engine_of(case), "decode").moved_bytes + work.kv_bytes
