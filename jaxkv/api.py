@@ -20,8 +20,10 @@ from jaxkv.outputs import OutputBuilder
 from jaxkv.progress import Progress
 from jaxkv.request import RequestOutput, SamplingParams
 from jaxkv.scheduler import SchedulerStats
+from jaxkv.session import Session
 from jaxkv.settings import EngineConfig
 from jaxkv.stream import TextStream
+from jaxkv.transcript import ChatTranscript, TextTranscript
 
 Prompt = str | Sequence[int]
 Each = TypeVar("Each")
@@ -300,6 +302,34 @@ class LLM:
             raise RequestError("this model has no tokenizer; pass token ids to generate")
         chat = read_marks(messages, tools)
         return self.tokenizer.encode_chat(chat.messages, tools=chat.tools)
+
+    def session(
+        self,
+        prefix: Prompt | Sequence[Mapping[str, Any]] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str = "",
+        prompt_cache_key: str | None = None,
+    ) -> Session:
+        """Begins a session: a prompt that grows by turns, forks and can be cut, and keeps its pages while it is open.
+
+        Args:
+            prefix: its beginning: text, token ids, or the messages of a chat. Nothing is computed yet.
+            tools: in a chat, as in `chat`.
+            cache_salt: as in `generate`, for all its turns; so is `prompt_cache_key`.
+
+        Raises:
+            RequestError: the prefix is malformed, or is no text and there is no tokenizer or chat template for it.
+        """
+        caching = Caching(salt=cache_salt, key=prompt_cache_key)
+        if not isinstance(prefix, str) and len(prefix) and not isinstance(prefix[0], (int, np.integer)):
+            transcript = ChatTranscript(self.tokenizer, prefix, tools)  # type: ignore[arg-type]
+        elif tools is not None:
+            raise RequestError("tools are laid out by a chat template; begin the session with messages")
+        else:
+            transcript = TextTranscript(self.tokenizer)
+            transcript.append(prefix)  # type: ignore[arg-type]
+        return Session(self._engine, self._submit, transcript, caching)
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[RequestOutput]:
         """Log-probabilities of the prompts' own tokens, without generating: see `RequestOutput.prompt_logprobs`."""

@@ -7,6 +7,9 @@ finished; only decode rows ask for more. There is one way out, `release`, and ca
 """
 
 import dataclasses
+from collections.abc import Sequence as Ordered
+
+import numpy as np
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.eviction import make_order
@@ -14,6 +17,8 @@ from jaxkv.pages import PageAllocator, PageCounts
 from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
 from jaxkv.shelf import Shelf
+
+MAX_HELD_SHARE = 0.75  # of a shard's pages that open sessions may hold: the rest stays with those who have none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Memory:
 
     def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
         self._page_size = config.page_size
-        self._shelf = Shelf(make_order(config.eviction, config.page_size, config.attention_len))
+        order = make_order(config.eviction, config.page_size, config.attention_len)
+        self._shelf = Shelf(order, max_held=int((config.num_pages - 1) * MAX_HELD_SHARE))
         self._allocator = PageAllocator(config.num_pages, self._shelf)
         self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None
 
@@ -59,6 +65,16 @@ class Memory:
     def num_retained_evictions(self) -> int:
         """Pages that were lost before their deadline, for nothing else was left."""
         return self._shelf.num_retained_evictions
+
+    @property
+    def num_held(self) -> int:
+        """Pages that open sessions hold, in use or not."""
+        return self._shelf.num_held
+
+    @property
+    def num_held_evictions(self) -> int:
+        """Pages that were lost while a session held them, for nothing else was left."""
+        return self._shelf.num_held_evictions
 
     @property
     def num_total(self) -> int:
@@ -146,6 +162,30 @@ class Memory:
         """Gives back what a sequence holds; harmless when it holds nothing."""
         pages, seq.pages, seq.num_published = seq.pages, [], 0
         self._allocator.release(pages)
+
+    def page_keys(self, token_ids: np.ndarray, salt: str) -> list[bytes]:
+        """Keys of the full pages of `token_ids` (int32 [num_tokens]); empty without a prefix cache."""
+        keys: list[bytes] = []
+        if self._cache is not None:
+            self._cache.extend_keys(keys, token_ids, salt)
+        return keys
+
+    def hold(self, keys: Ordered[bytes]) -> None:
+        """As `PrefixCache.hold`."""
+        if self._cache is not None:
+            self._cache.hold(keys)
+
+    def let_go(self, keys: Ordered[bytes]) -> None:
+        """As `PrefixCache.let_go`."""
+        if self._cache is not None:
+            self._cache.let_go(keys)
+
+    def look_up(self, keys: Ordered[bytes]) -> tuple[int, int]:
+        """How many leading pages are there, and how many of these several sessions hold."""
+        if self._cache is None:
+            return 0, 0
+        num_known = len(self._cache.match(keys))
+        return num_known, self._cache.num_shared(keys[:num_known])
 
     def _retain(self, seq: Sequence, start: int, end: int) -> None:
         """Keeps pages `[start, end)` of a sequence as far as its request marked them."""

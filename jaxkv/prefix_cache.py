@@ -71,6 +71,7 @@ class PrefixCache:
         self._root = root_key(namespace)
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._num_holders: dict[bytes, int] = {}  # sessions that hold a key, whether its page is there or not
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -126,6 +127,8 @@ class PrefixCache:
             page_of[key] = page
             key_of[page] = key
             self._allocator.mark_cached(page)
+            if key in self._num_holders:
+                self._allocator.shelf.hold(page)
             published(page, key, keys[index - 1] if index else self._root, index)
             new.append(index)
         return new
@@ -135,6 +138,26 @@ class PrefixCache:
         for key in keys:
             if (page := self._page_of.get(key)) is not None:
                 self._allocator.shelf.retain(page, ttl_s)
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """Keeps the pages of a prefix, those published later too, until as many `let_go`."""
+        for key in keys:
+            self._num_holders[key] = self._num_holders.get(key, 0) + 1
+            if (page := self._page_of.get(key)) is not None:
+                self._allocator.shelf.hold(page)
+
+    def let_go(self, keys: Sequence[bytes]) -> None:
+        """Ends one `hold` of these keys; the tail first, for it is worth less than the head."""
+        for key in reversed(keys):
+            self._num_holders[key] -= 1
+            if not self._num_holders[key]:
+                del self._num_holders[key]
+                if (page := self._page_of.get(key)) is not None:
+                    self._allocator.shelf.let_go(page)
+
+    def num_shared(self, keys: Sequence[bytes]) -> int:
+        """How many of these keys several sessions hold."""
+        return sum(self._num_holders.get(key, 0) > 1 for key in keys)
 
     def evict(self, page: int) -> None:
         """Forgets a page whose memory is handed out again; the allocator's `on_evict`."""

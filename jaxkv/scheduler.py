@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv.admission import check_cached, check_fits
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
+from jaxkv.holds import Holds
 from jaxkv.memory import Reuse
 from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
 from jaxkv.planner import Flight, Planner
@@ -40,6 +41,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
         self.config = config
         self._roster = Roster(config, namespace)
+        self.holds = Holds(self._roster.memories)
         self._flights: collections.deque[Flight] = collections.deque()
         self._num_planned = 0
         self._committed_id = -1
@@ -150,6 +152,7 @@ class Scheduler:
         Args:
             now_s: the caller's clock, for pages that are kept until a deadline; it decides nothing else.
         """
+        self.holds.settle()
         for memory in self._roster.memories:
             memory.advance(now_s)
         self._note_dispatched()

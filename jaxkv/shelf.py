@@ -6,6 +6,7 @@ pages go in this order:
 
     1. those nobody asked to keep, in the order of `eviction`
     2. those still to be kept, the soonest deadline first
+    3. those that an open session holds, the one not used for longest first; this is counted too
 
 A page whose deadline passes joins the first ones as if it had just been used. It must not go before them: the pages after
 it, which nobody asked to keep, may be among them, and are worth nothing without it.
@@ -14,6 +15,7 @@ Time is a number that the caller brings; nothing here reads a clock.
 """
 
 import heapq
+import math
 
 from jaxkv.eviction import EvictionOrder
 
@@ -23,11 +25,15 @@ class Shelf:
 
     Args:
         order: in which pages go that nobody asked to keep.
+        max_held: pages that `hold` may keep at once; None is no limit.
     """
 
-    def __init__(self, order: EvictionOrder) -> None:
+    def __init__(self, order: EvictionOrder, max_held: int | None = None) -> None:
         self.order = order
         self.num_retained_evictions = 0  # pages that went before their deadline
+        self.num_held_evictions = 0  # pages that went while a session held them
+        self._max_held = max_held
+        self._held: dict[int, None] = {}  # pages of open sessions, on the shelf or in use
         self._now_s = 0.0
         self._ttl_s: dict[int, float] = {}  # pages to keep, on the shelf or held
         self._retained: dict[int, int] = {}  # pages on the shelf before their deadline -> serial number
@@ -41,12 +47,17 @@ class Shelf:
 
     @property
     def num_retained(self) -> int:
-        """Pages on the shelf before their deadline."""
+        """Pages on the shelf before their deadline; those that sessions hold have none."""
         return len(self._retained)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that sessions hold, on the shelf or in use."""
+        return len(self._held)
 
     def add(self, page: int) -> None:
         """Takes in a page that its last holder let go of."""
-        ttl_s = self._ttl_s.get(page)
+        ttl_s = math.inf if page in self._held else self._ttl_s.get(page)
         if ttl_s is None:
             self.order.add(page)
             return
@@ -66,10 +77,13 @@ class Shelf:
         if len(self.order):
             return self.order.pop()
         while True:
-            _, serial, page = heapq.heappop(self._deadlines)
+            deadline_s, serial, page = heapq.heappop(self._deadlines)
             if self._retained.get(page) == serial:
                 del self._retained[page]
-                self.num_retained_evictions += 1
+                if deadline_s == math.inf:
+                    self.num_held_evictions += 1
+                else:
+                    self.num_retained_evictions += 1
                 return page
 
     def retain(self, page: int, ttl_s: float) -> None:
@@ -78,6 +92,23 @@ class Shelf:
         self._ttl_s[page] = max(ttl_s, self._ttl_s.get(page, 0.0))
         if was_here:
             self.add(page)
+
+    def hold(self, page: int) -> None:
+        """Keeps a cached page, in use or not, until `let_go`; beyond `max_held` pages it stays as it is."""
+        if page in self._held or (self._max_held is not None and len(self._held) >= self._max_held):
+            return
+        was_here = self.remove(page)
+        self._held[page] = None
+        if was_here:
+            self.add(page)
+
+    def let_go(self, page: int) -> None:
+        """Ends `hold`; the page is one just used. Harmless for one that is not held."""
+        if page in self._held:
+            was_here = self.remove(page)
+            del self._held[page]
+            if was_here:
+                self.add(page)
 
     def advance(self, now_s: float) -> None:
         """Time goes on; a `now_s` in the past changes nothing."""
@@ -91,9 +122,11 @@ class Shelf:
     def forgotten(self, page: int) -> None:
         """As in `EvictionOrder`; nor is the page to be kept any longer."""
         self._ttl_s.pop(page, None)
+        self._held.pop(page, None)
         self.order.forgotten(page)
 
     def check(self) -> None:
         """Asserts that the structures agree; for tests."""
-        assert self._retained.keys() <= self._ttl_s.keys()
+        assert self._retained.keys() <= self._ttl_s.keys() | self._held.keys()
+        assert self._max_held is None or len(self._held) <= self._max_held
         assert {page for _, serial, page in self._deadlines if self._retained.get(page) == serial} == {*self._retained}

@@ -28,6 +28,8 @@ class SchedulerStats:
     num_uncached_tokens: int
     pages_retained: int  # of the cached pages, those before their deadline, by the clock of the newest plan
     num_retained_evictions: int  # pages lost before their deadline, for nothing else was left
+    pages_held: int  # by open sessions, in use or not
+    num_held_evictions: int  # pages lost while a session held them, for nothing else was left
 
 
 def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> SchedulerStats:
@@ -62,4 +64,6 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         num_uncached_tokens=roster.usage.num_uncached,
         pages_retained=sum(memory.num_retained for memory in roster.memories),
         num_retained_evictions=sum(memory.num_retained_evictions for memory in roster.memories),
+        pages_held=sum(memory.num_held for memory in roster.memories),
+        num_held_evictions=sum(memory.num_held_evictions for memory in roster.memories),
     )
