@@ -8,7 +8,7 @@ template is right, and the chat is encoded anew from the last answer before that
 
 import abc
 import copy
-import os
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,7 +219,9 @@ class ChatTranscript(Transcript):
             return self._render(messages, tools, add_generation_prompt=False)
         except RequestError:
             nexts = [[*messages, {"role": "user", "content": content}] for content in ("x", "y")]
-            return os.path.commonprefix([self._render(each, tools, add_generation_prompt=True) for each in nexts])
+            texts = [self._render(each, tools, add_generation_prompt=True) for each in nexts]
+            alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+            return "".join(character for character, _ in alike)
 
     def _render(self, messages: list[Any], tools: Any, *, add_generation_prompt: bool) -> str:
         assert self._tokenizer.chat_template is not None

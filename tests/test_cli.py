@@ -16,6 +16,7 @@ import pytest
 
 from jaxkv import SamplingParams
 from jaxkv.api import LLM, Stats
+from jaxkv.cache_control import CacheControl
 from jaxkv.cli import bench, options
 from jaxkv.cli.command import main
 from jaxkv.errors import CapacityError, EngineError, RequestError
@@ -25,7 +26,7 @@ STATS = Stats(
     num_requests=0, num_waiting=0, num_running=0, num_in_flight=0, pages_free=90, pages_cached=8, pages_used=2,
     tokens_held=20, utilisation=0.6, num_steps=12, num_prompt_tokens=7, num_hit_tokens=0, num_preemptions=0,
     num_cached_tokens=0, num_written_tokens=0, num_uncached_tokens=7, pages_retained=0, num_retained_evictions=0,
-    num_compiles=3, pool_bytes=4 * 2**20,
+    pages_held=0, num_held_evictions=0, num_compiles=3, pool_bytes=4 * 2**20,
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class FakeLLM:
         self.load_arguments: dict[str, Any] = {}
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
+        self.caching: dict[str, Any] = {}
         self.conversations: list[list[dict[str, str]]] = []
         self.finish_reason = FinishReason.STOP
         self.pieces: Iterable[str] = ("Hel", "lo")
@@ -48,8 +50,8 @@ class FakeLLM:
         self.conversations.append(list(messages))
         return [len(message["content"]) for message in messages]
 
-    def generate(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-        self.prompts, self.params = prompts, params
+    def generate(self, prompts: list[Any], params: SamplingParams, **caching: Any) -> list[RequestOutput]:
+        self.prompts, self.params, self.caching = prompts, params, caching
         return [self._output(number) for number in range(len(prompts))]
 
     def _output(self, number: int) -> RequestOutput:
@@ -69,8 +71,8 @@ class FakeLLM:
             cached_tokens=0, cache_written_tokens=0, uncached_tokens=3, metrics=metrics,
         )  # fmt: skip
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[str]:
-        self.params = params
+    def stream(self, prompt: list[int], params: SamplingParams, **caching: Any) -> Iterator[str]:
+        self.params, self.caching = params, caching
         if sum(prompt) > 1000:
             raise RequestError(f"prompt_len={sum(prompt)} exceeds max_len=1000")
         return self._stream()
@@ -112,6 +114,37 @@ def test_every_sampling_field_has_a_flag() -> None:
 def test_every_load_argument_has_a_flag() -> None:
     arguments = set(inspect.signature(LLM.load).parameters) - {"model", "progress", "seed"}
     assert {option.field for option in options.LOAD_OPTIONS} == arguments
+
+
+def test_every_cache_argument_has_a_flag() -> None:
+    for method in (LLM.generate, LLM.stream):
+        arguments = {name for name in inspect.signature(method).parameters if "cache" in name}
+        fields = {option.field for option in options.CACHE_OPTIONS}
+        assert fields - {"cache_ttl", "cache_breakpoints"} == arguments - {"cache_control"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "caching"),
+    [
+        ("", {}),
+        (
+            "--cache-salt tenant --prompt-cache-key docs --prompt-cache-retention 24h",
+            {"cache_salt": "tenant", "prompt_cache_key": "docs", "prompt_cache_retention": "24h"},
+        ),
+        ("--cache-ttl 1h", {"cache_control": CacheControl(ttl="1h")}),
+        ("--cache-ttl 90 --cache-breakpoints 16,64", {"cache_control": CacheControl(ttl=90.0, breakpoints=(16, 64))}),
+    ],
+)
+def test_cache_flags_reach_the_requests(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, flags: str, caching: dict[str, Any]
+) -> None:
+    assert main(["generate", "-m", "x", *flags.split(), "hi"]) == 0
+    assert llm.caching == caching
+    if "breakpoints" not in flags:
+        llm.caching = {}
+        type_in(monkeypatch, "hi")
+        assert main(["chat", "-m", "x", *flags.split()]) == 0
+        assert llm.caching == caching
 
 
 @pytest.mark.parametrize(
@@ -213,6 +246,8 @@ def test_llm_is_there_when_asked_for() -> None:
         "generate -m x --stop-token-ids 1,b hi",
         "generate -m x --top-k many hi",
         "chat -m x --n 2",
+        "chat -m x --cache-ttl 5m --cache-breakpoints 16",
+        "generate -m x --cache-ttl 5m --cache-breakpoints 16,end hi",
         "convert only-one",
         "bench",
         "bench latency -m x --num-requests 3",
@@ -237,6 +272,14 @@ def test_malformed_commands(command: str, llm: FakeLLM, capsys: pytest.CaptureFi
         (["--temperature", "-1", "hi"], "temperature=-1.0 must be >= 0"),
         (["--max-tokens", "0", "hi"], "max_tokens=0 generates nothing"),
         (["--raw", "--system", "be brief", "hi"], "--system needs the chat template"),
+        (["--cache-ttl", "2d", "hi"], "ttl='2d' must be one of 5m, 1h, 24h, or seconds > 0"),
+        (["--cache-ttl", "5m", "--cache-breakpoints", "1,2,3,4,5", "hi"], "5 cache breakpoints; the limit is 4"),
+        (["--cache-breakpoints", "16", "hi"], "--cache-breakpoints needs --cache-ttl"),
+        (["--prompt-cache-retention", "1h", "hi"], "prompt_cache_retention='1h' must be one of in_memory, 24h"),
+        (
+            ["--cache-ttl", "5m", "--prompt-cache-retention", "24h", "hi"],
+            "prompt_cache_retention='24h' and cache_control",
+        ),
     ],
 )
 def test_refused_before_the_model_is_loaded(
@@ -267,7 +310,7 @@ def test_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_while_generating(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm, "generate", interrupt)

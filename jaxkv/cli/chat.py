@@ -4,9 +4,9 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.cli import options
 from jaxkv.errors import EngineError, RequestError
@@ -30,6 +30,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message at the head of the conversation")
     options.add_sampling_options(parser, skip=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
+    options.add_cache_options(parser, skip=("cache_breakpoints",))  # they would be the same in every turn
     options.add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -40,22 +41,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxkvError: the model is refused, or has no chat template.
     """
-    params = options.sampling_params(args)
+    params, caching = options.sampling_params(args), options.cache_arguments(args)
     llm = options.load(args)
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use `jaxkv generate`")
     with contextlib.suppress(ImportError):  # not everywhere; where it is, input() has a history and line editing
         import readline  # noqa: F401
-    Conversation(llm, params, args.system).run()
+    Conversation(llm, params, args.system, caching).run()
     return 0
 
 
 class Conversation:
     """Messages so far, and the loop that adds to them."""
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, caching: Mapping[str, Any]) -> None:
         self._llm = llm
         self._params = params
+        self._caching = caching  # arguments of `LLM.stream`
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._head)
 
@@ -86,7 +88,7 @@ class Conversation:
         """Streams one answer. What was written before Ctrl-C stays in the conversation."""
         question = {"role": "user", "content": text}
         try:
-            pieces = self._llm.stream(self._llm.chat_prompt([*self.messages, question]), self._params)
+            pieces = self._llm.stream(self._llm.chat_prompt([*self.messages, question]), self._params, **self._caching)
         except RequestError as error:  # usually too long by now
             print(f"{error}\n(/reset starts over)", file=sys.stderr)
             return

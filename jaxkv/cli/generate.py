@@ -52,6 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--json", action="store_true", help="print one JSON line for each prompt")
     parser.add_argument("--stats", action="store_true", help="print speed and memory figures to stderr at the end")
     options.add_sampling_options(parser, defaults={"max_tokens": 256})
+    options.add_cache_options(parser)
     options.add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         JaxkvError: the model or a prompt is refused.
         OSError: the prompt file cannot be read.
     """
+    caching = options.cache_arguments(args)
     params = options.sampling_params(args)  # before the model is loaded: a wrong flag is told at once
     if args.raw and args.system is not None:
         raise RequestError("--system needs the chat template, --raw forbids it; leave one of them out")
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     llm = options.load(args)
     templated = _uses_template(llm, args)
     start_s = time.perf_counter()
-    outputs = llm.generate([_lay_out(llm, prompt, args.system) if templated else prompt for prompt in prompts], params)
+    laid_out = [_lay_out(llm, prompt, args.system) if templated else prompt for prompt in prompts]
+    outputs = llm.generate(laid_out, params, **caching)
     elapsed_s = time.perf_counter() - start_s
     for prompt, output in zip(prompts, outputs, strict=True):
         if args.json:

@@ -6,9 +6,12 @@ field or argument is defined.
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxkv.cache_control import CacheControl, prompt_marks
+from jaxkv.errors import RequestError
 from jaxkv.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,6 +46,13 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS such as 42:-1.5") from error
+
+
+def _ttl(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a name; `CacheControl` knows them
 
 
 SAMPLING_OPTIONS = (
@@ -86,6 +96,13 @@ LOAD_OPTIONS = (
     Option("data", "groups of --tensor devices over which sequences are split", "N", int),
     Option("warm_up", "compile everything before the first request", kind="on"),
 )
+CACHE_OPTIONS = (
+    Option("cache_salt", "prompts under different salts share nothing", "TEXT"),
+    Option("prompt_cache_key", "prompts with one key run next to each other, on one data shard", "TEXT"),
+    Option("prompt_cache_retention", "24h keeps the prompts that long; in_memory as long as there is room", "TIME"),
+    Option("cache_ttl", "keeps the prompts for this long after their last use: 5m, 1h, 24h or seconds", "TIME", _ttl),
+    Option("cache_breakpoints", "with --cache-ttl: only their first N tokens, up to four numbers", "N,N,...", _ids),
+)
 ENGINE_SEED = Option("seed", "base of the seeds of all requests", "N", int)
 
 
@@ -117,6 +134,30 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(fields["logit_bias"])
     return SamplingParams(**fields)
+
+
+def add_cache_options(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
+    """Adds flags for what a request says about the prefix cache; `skip` those that make no sense there."""
+    group = parser.add_argument_group("prefix cache")
+    for option in CACHE_OPTIONS:
+        if option.field not in skip:
+            _add(group, option)
+
+
+def cache_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as keyword arguments of `LLM.generate` and `LLM.stream`.
+
+    Raises:
+        RequestError: a value is out of range, or two contradict each other.
+    """
+    fields = _given(args, CACHE_OPTIONS)
+    ttl, breakpoints = fields.pop("cache_ttl", None), fields.pop("cache_breakpoints", None)
+    if ttl is not None:
+        fields["cache_control"] = CacheControl(ttl=ttl, breakpoints=breakpoints)
+    elif breakpoints is not None:
+        raise RequestError("--cache-breakpoints needs --cache-ttl: for how long they are kept")
+    prompt_marks(fields.get("cache_control"), fields.get("prompt_cache_retention"), sys.maxsize)
+    return fields
 
 
 def add_model_options(
