@@ -91,8 +91,9 @@ class LLM:
             token_budget: tokens a data shard computes in a step with prefill chunks; smaller keeps streams smoother.
             decode_steps: tokens a sequence makes in one device loop when nothing waits.
             prefix_cache: reuse the pages of equal prompt beginnings.
-            eviction: which cached pages go first when memory is needed: "lru", those not used for longest, or "cost",
-                those that are cheapest to compute again for their age.
+            eviction: which cached pages go first when memory is needed: "lru", those not used for longest; "cost",
+                those that are cheapest to compute again for their age; "adaptive", these or, where more prefixes take
+                turns than there is room for, the newest.
             overlap: dispatch a step before the previous one was read; never changes the tokens.
             seed: base for requests without a seed of their own.
             tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.

@@ -5,7 +5,7 @@ import dataclasses
 from jaxkv.errors import ConfigError
 from jaxkv.shards import Shards
 
-EVICTIONS = ("lru", "cost")
+EVICTIONS = ("lru", "cost", "adaptive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,10 @@ class SchedulerConfig:
     chunk_align: int = 1  # a chunk occupies a multiple of this many tokens of the budget (query tile of the kernels)
     decode_steps: int = 1  # tokens a decode row makes in one device loop when nothing waits
     prefix_cache: bool = True
-    eviction: str = "lru"  # which cached page goes first: "lru" or "cost", see `eviction`
-    attention_len: int = 4096  # tokens of context at which attention costs what the weights do; for "cost"
+    eviction: str = "lru"  # which cached page goes first, see `eviction` and `adaptive_eviction`
+    attention_len: int = (
+        4096  # tokens of context at which attention costs what the weights do; for "cost" and "adaptive"
+    )
     max_bypass: int = 16  # requests that may overtake a waiting one that does not fit yet
     steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones

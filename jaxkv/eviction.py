@@ -1,4 +1,4 @@
-"""Which cached page goes first when memory runs out: `lru` or `cost`.
+"""Which cached page goes first when memory runs out: `lru` or `cost` (or, in `adaptive_eviction`, the better of two).
 
 An order holds the cached pages that nobody holds and that nobody asked to keep. Both orders give up the tail of a prefix
 before its head, for a hit needs every page before it: `lru` because tails are released first, `cost` because a page
@@ -103,7 +103,10 @@ class CostOrder:
         self._push(page)
 
     def remove(self, page: int) -> bool:
-        return self._serial.pop(page, None) is not None and self._worth.pop(page) >= 0
+        if self._serial.pop(page, None) is None:
+            return False
+        del self._worth[page]
+        return True
 
     def pop(self) -> int:
         while True:
@@ -129,6 +132,10 @@ class CostOrder:
             del self._num_children[known.parent]
             self._push_again(known.parent)
 
+    def cost_of(self, page: int) -> float:
+        """What computing a page that has a key takes."""
+        return self._known[page].cost
+
     def _push_again(self, key: bytes) -> None:
         """The page got its first child, or lost its last one."""
         page = self._page_of.get(key)
@@ -143,8 +150,3 @@ class CostOrder:
         if len(self._heap) > 2 * len(self._worth) + 64:  # mostly stale
             self._heap = [entry for entry in self._heap if self._serial.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)
-
-
-def make_order(name: str, page_size: int, attention_len: int) -> EvictionOrder:
-    """The order called `name`: "lru" or "cost"; numbers as for `CostOrder`."""
-    return CostOrder(page_size, attention_len) if name == "cost" else LruOrder()

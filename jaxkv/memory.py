@@ -11,8 +11,8 @@ from collections.abc import Sequence as Ordered
 
 import numpy as np
 
+from jaxkv.adaptive_eviction import make_order
 from jaxkv.config import SchedulerConfig
-from jaxkv.eviction import make_order
 from jaxkv.pages import PageAllocator, PageCounts
 from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
@@ -42,7 +42,7 @@ class Memory:
 
     def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
         self._page_size = config.page_size
-        order = make_order(config.eviction, config.page_size, config.attention_len)
+        order = make_order(config.eviction, config.page_size, config.attention_len, config.num_pages - 1)
         self._shelf = Shelf(order, max_held=int((config.num_pages - 1) * MAX_HELD_SHARE))
         self._allocator = PageAllocator(config.num_pages, self._shelf)
         self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None

@@ -36,7 +36,7 @@ class EngineConfig:
     token_budget: int | None = None  # tokens a data shard computes in a step with prefill chunks; None: by platform
     decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
     prefix_cache: bool = True  # reuse pages of equal prefixes
-    eviction: str = "lru"  # which cached pages go first: "lru" or "cost"
+    eviction: str = "lru"  # which cached pages go first: "lru", "cost" or "adaptive"
     overlap: bool = True  # dispatch a step before the previous one was read
     seed: int = 0  # base of the seeds of requests that give none
 
@@ -85,7 +85,11 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     data = mesh.shape[DATA]
     max_len = config.max_len or model.max_len
     if max_len > model.max_len:
-        log.warning("max_len=%d exceeds the %d positions the model was trained for", max_len, model.max_len)
+        log.warning(
+            "max_len=%d exceeds the %d positions the model was trained for: rotary positions go on as they are, and what "
+            "is written beyond may make little sense",
+            max_len, model.max_len,
+        )  # fmt: skip
     kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(KV_DTYPES[config.kv_dtype])
     backend = ops.fit(backend, _shapes(config, model, dtype, kv_dtype, mesh, max_len))
     num_rows = _share("max_rows", config.max_rows, data) or backend.max_rows  # on a shard

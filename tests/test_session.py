@@ -108,7 +108,7 @@ def test_replacing_the_tail_keeps_the_stable_head():
     check_alone(output, params())
 
 
-@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize("eviction", ["lru", "cost", "adaptive"])
 def test_an_open_session_keeps_its_pages_and_a_closed_one_does_not(eviction: str):
     llm = fake_llm(eviction=eviction)
     session = llm.session(HEAD)

@@ -21,7 +21,7 @@ class SessionMachine(hypothesis.stateful.RuleBasedStateMachine):
 
     @hypothesis.stateful.initialize(
         num_pages=st.sampled_from([18, 24, 41]),
-        eviction=st.sampled_from(["lru", "cost"]),
+        eviction=st.sampled_from(["lru", "cost", "adaptive"]),
         num_shards=st.sampled_from([1, 2]),
         overlap=st.booleans(),
         token_budget=st.sampled_from([8, 64]),

@@ -1,11 +1,14 @@
 """Traces for prefix caches, and what each policy makes of them: the scheduler itself, with a device that costs nothing."""
 
 import dataclasses
+import functools
 import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
 
+from jaxkv.bench.clairvoyant import clairvoyant_hits
 from jaxkv.bench.policies import POLICIES, Answer, Policy, bench, check_fits, replay, small_pool
 from jaxkv.bench.traces import TRACES, Trace, TraceRequest, workload
 from jaxkv.cli.command import build_parser
@@ -43,12 +46,18 @@ def run(trace: Trace, policy: Policy, *, num_pages: int | None = None, **changes
             for (read, written), request in zip(numbers, requests, strict=True)
         ]
 
-    return replay(trace, ask, SIZE), scheduler
+    attainable = at_best(trace, small) if policy.is_small else None
+    return replay(trace, ask, SIZE, is_together=policy.is_together, attainable=attainable), scheduler
 
 
-def all_policies(trace: Trace, **changes) -> dict[str, float]:
+@functools.cache
+def at_best(trace: Trace, num_pages: int) -> int:
+    return clairvoyant_hits(trace, SIZE, num_pages)
+
+
+def all_policies(trace: Trace, of: str = "of_optimum", **changes) -> dict[str, float]:
     """Share of the optimum that each finds."""
-    return {policy.name: run(trace, policy, **changes)[0]["of_optimum"] for policy in POLICIES}
+    return {policy.name: run(trace, policy, **changes)[0][of] for policy in POLICIES}
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -97,6 +106,59 @@ def test_in_a_small_pool_what_is_kept_stays_and_cost_is_no_worse_than_lru():
     assert found["shared"]["retention"] == 1 and found["shared"]["lru"] <= 0.8
     assert found["shared"]["cost"] > found["shared"]["lru"]
     assert found["agents"]["retention"] > found["agents"]["lru"]
+    assert all(shares["adaptive"] >= shares["cost"] for shares in found.values())
+
+
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_of_what_a_small_pool_can_find_adaptive_finds_most(max_rows: int):
+    found = {
+        name: all_policies(make(), "of_attainable", max_rows=max_rows)["adaptive"] for name, make in TRACES.items()
+    }
+    assert found["shared"] == found["few-shot"] == 1 and found["agents"] >= 0.96
+    assert found["chat"] >= 0.91, "it does not know who speaks next; lru finds 0.70"
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy.is_small], ids=lambda policy: policy.name)
+def test_if_all_are_there_from_the_start_one_row_finds_the_optimum_in_a_small_pool(name: str, policy: Policy):
+    """Longest prefix first is depth first order."""
+    row, _ = run(TRACES[name](), policy._replace(is_together=True), max_rows=1)
+    assert row["of_optimum"] == 1
+
+
+@pytest.mark.parametrize("name", ["chat", "agents"])
+@pytest.mark.parametrize("share", [2, 3, 4])
+def test_nobody_finds_more_than_who_knows_the_future(name: str, share: int):
+    trace = TRACES[name]()
+    num_pages = max(trace.num_pages(SIZE) * share // 5, trace.most_pages(SIZE) + 1)
+    best = clairvoyant_hits(trace, SIZE, num_pages)
+    assert best <= clairvoyant_hits(trace, SIZE, num_pages + 4) <= trace.best_hits(SIZE)
+    for policy in POLICIES:
+        if policy.is_small and not policy.is_together:
+            assert run(trace, policy, num_pages=num_pages, max_rows=1)[0]["saved_tokens"] <= best
+
+
+def test_who_knows_the_future_finds_what_trying_everything_finds():
+    """Five small requests in three pages: all choices of what to lose, all orders."""
+    rng = random.Random(5)
+    for _ in range(20):
+        asked = [tuple(rng.choice("ab") for _ in range(2)) for _ in range(5)]
+        prompts = [(*(ord(c) for c in each for _ in range(2)), 0) for each in asked]  # two pages of two
+        rounds = tuple((TraceRequest(prompt=prompt, output_len=1),) for prompt in prompts)
+        trace = Trace(name="tiny", rounds=rounds)
+        assert clairvoyant_hits(trace, 2, 4) == try_everything(prompts, frozenset(), 4)
+
+
+def try_everything(prompts: list[tuple[int, ...]], cached: frozenset, num_pages: int) -> int:
+    if not prompts:
+        return 0
+    prompt, rest = prompts[0], prompts[1:]
+    pages = [prompt[:2], prompt[:4]]
+    found = next((i for i, page in enumerate(pages) if page not in cached), 2)
+    others = cached - {*pages}
+    room = num_pages - 3  # two tokens' page for what it says next
+    kept = [frozenset(c) for n in range(min(room, len(others)) + 1) for c in itertools.combinations(sorted(others), n)]
+    return 2 * found + max(try_everything(rest, each | {*pages}, num_pages) for each in kept)
 
 
 def test_mixed_tasks_are_found_because_the_longest_prefix_gets_in_first():

@@ -4,7 +4,13 @@
     roomy       one with room for everything
     lru         in a pool too small for all: what was not used for longest goes first
     cost        there: what is cheapest to compute again goes first
+    adaptive    there: cost, or where that would have found less the newest first
     retention   there: lru, but what the trace marks is kept
+    together    there: lru, but all requests are there from the start, so that the scheduler decides about their order
+
+Two optima stand beside the numbers. `of_optimum`: each page is computed once, which is what depth first order gives in
+any pool that holds the longest request, if all requests are there from the start. `of_attainable`: the most that can be
+found in the small pool if they come round by round (`clairvoyant`).
 
 The small pool holds two fifths of the pages that the trace's prompts fill, and at least the longest request's.
 """
@@ -17,6 +23,7 @@ from typing import Any, NamedTuple
 
 from jaxkv.api import LLM
 from jaxkv.bench import traces
+from jaxkv.bench.clairvoyant import clairvoyant_hits
 from jaxkv.bench.conditions import conditions
 from jaxkv.bench.traces import Trace, TraceRequest
 from jaxkv.cache_control import CacheControl
@@ -34,6 +41,7 @@ class Policy(NamedTuple):
     eviction: str = "lru"
     is_small: bool = True
     keeps: bool = False  # whether the trace's breakpoints are sent
+    is_together: bool = False  # whether all requests come at once, not round by round
 
 
 POLICIES = (
@@ -41,7 +49,9 @@ POLICIES = (
     Policy("roomy", is_small=False),
     Policy("lru"),
     Policy("cost", eviction="cost"),
+    Policy("adaptive", eviction="adaptive"),
     Policy("retention", keeps=True),
+    Policy("together", is_together=True),
 )
 
 
@@ -70,15 +80,33 @@ def check_fits(trace: Trace, *, page_size: int, max_len: int, num_pages: int) ->
         )
 
 
-def replay(trace: Trace, ask: Callable[[Sequence[TraceRequest]], list[Answer]], page_size: int) -> dict[str, Any]:
-    """Asks round after round; returns the numbers under the names that results use."""
+def replay(
+    trace: Trace,
+    ask: Callable[[Sequence[TraceRequest]], list[Answer]],
+    page_size: int,
+    *,
+    is_together: bool = False,
+    attainable: int | None = None,
+) -> dict[str, Any]:
+    """Asks round after round; returns the numbers under the names that results use.
+
+    Args:
+        trace: what is asked.
+        ask: answers the requests of a round.
+        page_size: tokens a page holds.
+        is_together: all rounds are one.
+        attainable: tokens that can be found at best in the pool that there is; None where that is the optimum.
+    """
+    rounds = (tuple(trace.requests),) if is_together else trace.rounds
     start = time.perf_counter()
-    answers = [answer for each in trace.rounds for answer in ask(each)]
+    answers = [answer for each in rounds for answer in ask(each)]
     total_s = time.perf_counter() - start
     saved, best = sum(answer.cached_tokens for answer in answers), trace.best_hits(page_size)
+    attainable = best if attainable is None or is_together else attainable
     return {
         "hit_rate": round(saved / trace.num_prompt_tokens, 4),
         "of_optimum": round(saved / best, 4) if best else None,
+        "of_attainable": round(saved / attainable, 4) if attainable else None,
         "saved_tokens": saved,
         "written_tokens": sum(answer.cache_written_tokens for answer in answers),
         "uncached_tokens": sum(answer.uncached_tokens for answer in answers),
@@ -108,11 +136,13 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
     for trace in chosen:
         size = llm.page_size
         check_fits(trace, page_size=size, max_len=llm.max_len, num_pages=llm.num_pages)
-        rows = [{"policy": policy.name} | _run(llm, trace, policy) for policy in POLICIES]
+        attainable = clairvoyant_hits(trace, size, small_pool(trace, size))
+        rows = [{"policy": policy.name} | _run(llm, trace, policy, attainable) for policy in POLICIES]
         result[trace.name] = {
             "num_requests": len(list(trace.requests)),
             "prompt_tokens": trace.num_prompt_tokens,
             "optimum_hit_rate": round(trace.best_hits(size) / trace.num_prompt_tokens, 4),
+            "attainable_in_small_pool": round(attainable / trace.num_prompt_tokens, 4),
             "small_pool_pages": small_pool(trace, size),
             "all_pages": trace.num_pages(size),
             "policies": rows,
@@ -120,8 +150,11 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
     return result
 
 
-def _run(llm: LLM, trace: Trace, policy: Policy) -> dict[str, Any]:
-    """One pass with a scheduler of its own on the same device pool, of which it uses what it may."""
+def _run(llm: LLM, trace: Trace, policy: Policy, attainable: int) -> dict[str, Any]:
+    """One pass with a scheduler of its own on the same device pool, of which it uses what it may.
+
+    `attainable` is the small pool's, as of `replay`.
+    """
     engine = llm._engine
     config = dataclasses.replace(
         engine.scheduler.config,
@@ -147,7 +180,8 @@ def _run(llm: LLM, trace: Trace, policy: Policy) -> dict[str, Any]:
         ]
 
     try:
-        row = replay(trace, ask, llm.page_size)
+        in_small = attainable if policy.is_small else None
+        row = replay(trace, ask, llm.page_size, is_together=policy.is_together, attainable=in_small)
         return row | {"retained_evictions": llm.stats().num_retained_evictions}
     finally:
         llm._engine = engine

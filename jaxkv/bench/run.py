@@ -9,6 +9,7 @@ from typing import Any
 from jaxkv.api import LLM
 from jaxkv.bench import kv_cache, peers, policies, workloads
 from jaxkv.bench.conditions import conditions, peak_rss_bytes
+from jaxkv.bench.long_prefix import time_long_prefix
 from jaxkv.bench.measure import Timing, time_workload
 from jaxkv.bench.workloads import Workload
 
@@ -61,6 +62,8 @@ def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
         "warm_over_off": round(warm_run.total_s / off.total_s, 3),
         "warm_ttft_over_off": round(warm_run.ttft_s / off.ttft_s, 3),
     }
+    if args.long_len is not None:
+        result["long_prefix"] = time_long_prefix(llm, args.long_len, args.own_len, args.repeats)
     dtype = llm.dtype
     del llm
     for name in args.compare:

@@ -114,7 +114,11 @@ def _add_benchmark(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
     if benchmark.name == "prefix":
         parser.add_argument(
             "--trace", action="append", choices=("shared", "chat", "agents", "few-shot", "all"), default=[],
-            help="replay this trace under every eviction policy instead, in a pool too small for it; repeatable",
+            help="replay this trace under every eviction policy instead, also in a pool too small for it; repeatable",
+        )  # fmt: skip
+        parser.add_argument(
+            "--long-len", action=_Remember, type=_at_least_one, metavar="N",
+            help="also time the first token after N shared tokens, new and cached; needs --max-len N or more",
         )  # fmt: skip
     if benchmark.name == "kv-cache":
         parser.add_argument("--out", metavar="PNG", help="also draw the curves into this file")

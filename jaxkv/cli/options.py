@@ -90,7 +90,11 @@ LOAD_OPTIONS = (
     Option("token_budget", "tokens computed in a step with prompt chunks", "N", int),
     Option("decode_steps", "tokens a sequence makes in one device loop", "N", int),
     Option("prefix_cache", "never reuse the pages of equal prompt beginnings", kind="off"),
-    Option("eviction", "which cached pages go first: lru (least recently used) or cost (cheap to recompute)", "POLICY"),
+    Option(
+        "eviction",
+        "which cached pages go first: lru (not used for longest), cost (cheap to compute again) or adaptive",
+        "POLICY",
+    ),
     Option("overlap", "read each step before the next one is dispatched", kind="off"),
     Option("tensor", "devices over which weights and K/V heads are split", "N", int),
     Option("data", "groups of --tensor devices over which sequences are split", "N", int),

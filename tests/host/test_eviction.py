@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxkv.eviction import CostOrder, EvictionOrder, LruOrder, make_order
+from jaxkv.adaptive_eviction import AdaptiveOrder, make_order
+from jaxkv.eviction import CostOrder, EvictionOrder, LruOrder
 from jaxkv.shelf import Shelf
 
 SIZE = 16
@@ -29,9 +30,9 @@ def lose(order: EvictionOrder, num: int) -> list[int]:
     return lost
 
 
-@pytest.mark.parametrize("name", ["lru", "cost"])
+@pytest.mark.parametrize("name", ["lru", "cost", "adaptive"])
 def test_the_tail_goes_before_the_head_whoever_was_used_last(name: str):
-    order = make_order(name, SIZE, 4096)
+    order = make_order(name, SIZE, 4096, 64)
     pages = grow(order, 1, 5)
     release(order, pages)
     order.remove(1)
@@ -91,9 +92,9 @@ def test_a_page_goes_before_its_children_if_they_are_held():
     assert order.pop() == 1
 
 
-@pytest.mark.parametrize("name", ["lru", "cost"])
+@pytest.mark.parametrize("name", ["lru", "cost", "adaptive"])
 def test_taking_pages_back_leaves_no_trace(name: str):
-    order = make_order(name, SIZE, 64)
+    order = make_order(name, SIZE, 64, 64)
     pages = grow(order, 1, 50)
     for _ in range(100):
         release(order, pages)
@@ -103,6 +104,69 @@ def test_taking_pages_back_leaves_no_trace(name: str):
         assert len(order._heap) <= 2 * 50 + 64, "what is stale is thrown out"
     release(order, pages)
     assert lose(order, 50) == pages[::-1]
+
+
+class Pool:
+    """A pool of `num_pages` that prefixes are asked of, one after the other."""
+
+    def __init__(self, order: EvictionOrder, num_pages: int) -> None:
+        self.order, self.num_pages = order, num_pages
+        self.page_of: dict[bytes, int] = {}
+        self.key_of: dict[int, bytes] = {}
+        self.free = list(range(1, num_pages + 1))
+
+    def ask(self, name: bytes, length: int) -> int:
+        """Returns how many of its pages were there."""
+        keys = [b"%s/%d" % (name, index) for index in range(length)]
+        num_found = next((i for i, key in enumerate(keys) if key not in self.page_of), length)
+        for key in keys:
+            if key in self.page_of:
+                assert self.order.remove(self.page_of[key])
+        for index, key in enumerate(keys):
+            if key not in self.page_of:
+                if not self.free:
+                    page = self.order.pop()
+                    self.order.forgotten(page)
+                    del self.page_of[self.key_of.pop(page)]
+                    self.free.append(page)
+                page = self.page_of[key] = self.free.pop()
+                self.key_of[page] = key
+                self.order.published(page, key, keys[index - 1] if index else b"root", index)
+        release(self.order, [self.page_of[key] for key in keys])
+        return num_found
+
+
+def adaptive_pool() -> Pool:
+    return Pool(AdaptiveOrder(SIZE, 10**9, 32), 32)
+
+
+def test_adaptive_keeps_a_part_of_what_takes_turns_where_lru_finds_nothing():
+    found = {}
+    for name in ("lru", "cost", "adaptive"):
+        pool = Pool(make_order(name, SIZE, 10**9, 32), 32)
+        found[name] = sum(pool.ask(b"%d" % (turn % 5), 8) for turn in range(100))
+    assert found["lru"] == found["cost"] == 0
+    assert found["adaptive"] >= 0.7 * 95 * 8, "24 of 40 pages can stay while another 8 are in use"
+
+
+def test_adaptive_notices_when_others_come_and_those_who_were_there_do_not_come_back():
+    pool = adaptive_pool()
+    assert isinstance(pool.order, AdaptiveOrder) and pool.order.gives_up_newest
+    for turn in range(20):
+        pool.ask(b"old %d" % (turn % 5), 8)
+    found = [pool.ask(b"new %d" % (turn // 4), 8) for turn in range(80)]
+    assert not pool.order.gives_up_newest
+    late = found[40:]
+    assert sum(late) == 8 * (len(late) - len(late) // 4), "each but the first of four finds everything"
+
+
+def test_adaptive_shadows_hold_as_much_as_the_pool_and_no_more():
+    pool = adaptive_pool()
+    for number in range(200):
+        pool.ask(b"%d" % number, 3)
+    assert isinstance(pool.order, AdaptiveOrder)
+    for shadow in (pool.order._if_newest, pool.order._if_cost):
+        assert len(shadow._id_of) == len(shadow._key_of) == 32
 
 
 def shelf_of(*pages: int, ttl_s: dict[int, float]) -> Shelf:

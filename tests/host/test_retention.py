@@ -28,7 +28,7 @@ def cached_of(loop: Loop, prompt: list[int], salt: str = "") -> int:
     return loop.finished[name, 0].cached_tokens
 
 
-@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize("eviction", ["lru", "cost", "adaptive"])
 def test_kept_pages_survive_a_flood_until_their_deadline(eviction: str):
     loop = small_pool(eviction=eviction)
     run(loop, make_request("a", [*PREFIX, 1, 2, 3], max_tokens=1, marks=((16, 60.0),)))
@@ -44,7 +44,7 @@ def test_kept_pages_survive_a_flood_until_their_deadline(eviction: str):
     assert loop.scheduler.stats().num_retained_evictions == 0
 
 
-@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize("eviction", ["lru", "cost", "adaptive"])
 @pytest.mark.parametrize("marks", [(), ((8, 5.0),)])
 def test_a_time_that_is_over_does_no_harm(eviction: str, marks: tuple):
     """The tail that nobody marked is of no use without the marked head: it still goes first."""

@@ -33,7 +33,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         chunk_align=align,
         decode_steps=draw(st.integers(1, 5)),
         prefix_cache=draw(st.sampled_from([True, True, False])),
-        eviction=draw(st.sampled_from(["lru", "cost"])),
+        eviction=draw(st.sampled_from(["lru", "cost", "adaptive"])),
         attention_len=draw(st.sampled_from([1, 8, 4096])),
         max_bypass=draw(st.integers(0, 3)),
         steps_per_priority_level=draw(st.integers(1, 20)),
