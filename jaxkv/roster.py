@@ -19,7 +19,7 @@ from jaxkv.sequence import Ending, Sequence
 
 @dataclasses.dataclass
 class Usage:
-    """What became of the prompt tokens of requests that ended, each request counted once."""
+    """What became of the prompt tokens of requests that ran and ended, each request counted once."""
 
     num_cached: int = 0  # read from the cache
     num_written: int = 0  # published first
@@ -148,7 +148,8 @@ class Roster:
         is_last = all(other.ending is not None for other in group)
         if is_last:
             del self._requests[request_id]
-            self.usage.add(group[0])
+            if any(each.cached_tokens is not None for each in group):  # it ran
+                self.usage.add(group[0])
         self._finished.append(
             Finished(
                 request_id=request_id,

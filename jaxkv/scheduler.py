@@ -225,6 +225,7 @@ class Scheduler:
         for seq, end in self._just_chunked:
             if seq.ending is None and seq.is_placed:
                 self._roster.memory_of(seq).publish(seq, end)
+                self._roster.is_stalled = False  # with what it can share now, somebody may need fewer pages
             if end >= seq.prompt_len:
                 self._roster.release_forks(seq)
         self._just_chunked = []

@@ -22,7 +22,7 @@ class SchedulerStats:
     num_prompt_tokens: int  # of sequences that got a row so far
     num_hit_tokens: int  # of these, reused
     num_preemptions: int
-    # Prompt tokens of requests that ended: the three of `RequestOutput`, summed up.
+    # Prompt tokens of requests that got a row and ended: the three of `RequestOutput`, summed up.
     num_cached_tokens: int
     num_written_tokens: int
     num_uncached_tokens: int

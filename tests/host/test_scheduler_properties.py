@@ -166,7 +166,7 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
             num_written += last.cache_written_tokens
         stats = self.loop.scheduler.stats()
         assert (stats.num_cached_tokens, stats.num_written_tokens) == (num_cached, num_written)
-        num_prompt = sum(len(request.prompt_token_ids) for request in self.loop.requests.values())
+        num_prompt = sum(len(self.loop.requests[name].prompt_token_ids) for name in self.loop.admitted)
         assert num_cached + num_written + stats.num_uncached_tokens == num_prompt
 
     def _check_error(self, request_id: str, child: int, num_output: int) -> None:

@@ -54,6 +54,17 @@ def test_forks_count_their_prompt_once(depth: int):
     assert (stats.num_cached_tokens, stats.num_written_tokens, stats.num_uncached_tokens) == (8, 8, 4)
 
 
+def test_a_request_that_never_ran_is_not_counted():
+    loop = Loop(small_config(max_rows=1))
+    loop.add(make_request("runs", make_prompt(8), max_tokens=3))
+    loop.add(make_request("waits", make_prompt(20, 1), max_tokens=3))
+    loop.step()
+    loop.scheduler.abort("waits")
+    loop.drain()
+    stats = loop.scheduler.stats()
+    assert (stats.num_cached_tokens, stats.num_written_tokens, stats.num_uncached_tokens) == (0, 8, 0)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_11_a_preemption_counts_nothing_twice(depth: int):
     loop = Loop(small_config(num_pages=9, max_rows=2), depth=depth)
