@@ -229,11 +229,12 @@ def test_prompts_under_different_salts_share_nothing():
 
 
 def test_who_found_no_room_is_asked_again_when_somebody_computes_what_it_can_share():
-    """Twelve pages: the second prompt needs nine, or one besides those of the first."""
-    loop = Loop(small_config(num_pages=13, max_rows=2, max_bypass=0), depth=1)
-    loop.add(make_request("first", make_prompt(32), max_tokens=12))
-    loop.add(make_request("second", [*make_prompt(32), 1], max_tokens=1))
+    """Eight pages, of which the first prompt takes six: the second lacks three while four are there to share."""
+    loop = Loop(small_config(num_pages=9, max_rows=2, token_budget=16, max_bypass=0), depth=1)
+    loop.add(make_request("first", make_prompt(24), max_tokens=5))
+    loop.step()
+    loop.add(make_request("second", [*make_prompt(24), 1], max_tokens=1))
     loop.drain()
     loop.check_against_alone()
     assert list(loop.finished) == [("second", 0), ("first", 0)], "they run side by side"
-    assert loop.finished["second", 0].cached_tokens == 32
+    assert loop.finished["second", 0].cached_tokens == 24
