@@ -194,10 +194,12 @@ class LLM:
             RequestError: a prompt or a parameter is refused; nothing of this call runs.
             CapacityError: a prompt can never fit.
         """
-        caching = Caching(salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention)
         asked = _as_list(prompts)
         controls = _one_for_each(asked, cache_control, "CacheControl")
-        items = [(p, dataclasses.replace(caching, control=one)) for p, one in zip(asked, controls, strict=True)]
+        items = [
+            (prompt, Caching(salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention, control=control))
+            for prompt, control in zip(asked, controls, strict=True)
+        ]
         return self._run(items, params, progress, priority, timeout_s, on_step)
 
     def _run(

@@ -46,7 +46,9 @@ class SessionReport:
     """What a session's next turn finds, if nothing is lost until then."""
 
     num_tokens: int  # of the session now
-    kept_tokens: int  # leading ones whose K/V are there, in whole pages: `cached_tokens` of a turn that adds to them
+    # Leading ones whose K/V are there, in whole pages: `cached_tokens` of a turn that adds to them, which is more only
+    # where somebody else went on with the same tokens.
+    kept_tokens: int
     recomputed_tokens: int  # the others: not computed yet, lost, or in the last, partly filled page
     shared_pages: int  # of the pages that are there, those other open sessions hold too
 
@@ -206,7 +208,7 @@ class Session:
         Raises:
             RequestError: not exactly one of them is given, or there is not as much; the session is as before.
         """
-        return self._cut((), num_tokens, messages, turns)
+        return self._cut(None, num_tokens, messages, turns)
 
     def replace_tail(
         self, tail: Any, num_tokens: int | None = None, *, messages: int | None = None, turns: int | None = None
@@ -309,7 +311,7 @@ class Session:
             if num_tokens is None:
                 raise RequestError("only chat sessions have messages and turns; use num_tokens")
             after.truncate(num_tokens)
-        if len(tail):
+        if tail is not None:
             after.append(tail)
         self._transcript = after
         self._keep(after.token_ids)

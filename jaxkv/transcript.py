@@ -92,10 +92,17 @@ class TextTranscript(Transcript):
 
     def _encode(self, more: Text) -> Sequence[int]:
         if not isinstance(more, str):
-            return more
+            return [_checked(token) for token in more]
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer; pass token ids instead of text")
         return self._tokenizer.encode(more, add_bos=False if self._token_ids else None)
+
+
+def _checked(token: Any) -> int:
+    """A token id; the engine knows the vocabulary, but pages have names before it is asked."""
+    if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < 2**31:
+        raise RequestError(f"token id {token!r} must be a whole number of the vocabulary")
+    return int(token)
 
 
 class _Piece(NamedTuple):

@@ -297,11 +297,13 @@ def test_without_a_prefix_cache_a_session_computes_everything_again():
         (lambda s: s.truncate(True), "num_tokens=True must be a whole number between 0 and 18"),
         (lambda s: s.truncate(messages=1), "only chat sessions have messages and turns"),
         (lambda s: s.replace_tail("text", 3), "no tokenizer; pass token ids"),
+        (lambda s: s.replace_tail([1, 2.5], 3), "token id 2.5 must be a whole number"),
+        (lambda s: s.replace_tail([2**31], 3), "token id 2147483648 must be a whole number"),
         (lambda s: s.chat("hello"), "chat: only a session that began with messages"),
         (lambda s: s.messages, "messages: only a session that began with messages"),
         (lambda s: s.generate([1], params(n=2)), "n=2: a session's turn has one completion"),
         (lambda s: s.generate(make_prompt(60)), "exceeds max_len=64"),
-        (lambda s: s.generate([VOCAB_END]), "token id 50 is outside the vocabulary"),
+        (lambda s: s.generate([50]), "token id 50 is outside the vocabulary"),
     ],
 )
 def test_what_is_refused_leaves_the_session_as_it_was(use, message: str):
@@ -311,9 +313,6 @@ def test_what_is_refused_leaves_the_session_as_it_was(use, message: str):
         use(session)
     assert session.token_ids == HEAD and not session.is_running
     check_alone(session.generate([1], params()), params())
-
-
-VOCAB_END = 50
 
 
 def test_a_chat_needs_a_template():

@@ -181,3 +181,43 @@ print(len(misses), sum(llm._engine.runner.num_traces[name] for name in ("mixed",
     )
     assert int(first[0]) > 0 and first[1] == "2"
     assert second == ["0", "0"]
+
+
+def test_a_chat_session_says_what_one_prompt_says_and_finds_what_was_promised(llm: LLM) -> None:
+    """Turns, parallel forks, a cut: tokens equal those of the whole conversation sent at once to an empty cache."""
+    llm.clear_prefix_cache()
+    system = {"role": "system", "content": "You are a terse librarian. Answer in one sentence."}
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    asked, outputs = [], []
+    with llm.session([system]) as session:
+        for question in ("Which book is oldest?", "And the newest?"):
+            promised = session.report()
+            outputs.append(session.chat(question, params))
+            asked.append([*session.messages[:-1]])
+            assert outputs[-1].cached_tokens == promised.kept_tokens
+        forks = [session.fork() for _ in range(3)]
+        turns = [
+            fork.start(f"Name {count} authors.", params)
+            for fork, count in zip(forks, ("two", "six", "ten"), strict=True)
+        ]
+        promised = session.report()
+        assert promised.kept_tokens > 64 and promised.shared_pages == promised.kept_tokens // llm.page_size
+        for fork, turn in zip(forks, turns, strict=True):
+            outputs.append(turn.result())
+            assert outputs[-1].cached_tokens >= promised.kept_tokens, "more where forks begin alike"
+            asked.append(fork.messages[:-1])
+            fork.close()
+        cut = session.replace_tail([{"role": "user", "content": "Be brief."}], turns=1)
+        assert 0 < cut.kept_tokens < promised.kept_tokens
+        outputs.append(session.chat("Who wrote it?", params))
+        assert outputs[-1].cached_tokens == cut.kept_tokens
+        asked.append(session.messages[:-1])
+        streamed = session.stream("Why?", params)
+        text = "".join(streamed)
+        assert session.messages[-1] == {"role": "assistant", "content": text}
+    assert llm.stats().pages_held == 0
+    for messages, output in zip(asked, outputs, strict=True):
+        llm.clear_prefix_cache()
+        (alone,) = llm.chat(messages, params)
+        assert alone.prompt_token_ids == output.prompt_token_ids and alone.cached_tokens == 0
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
