@@ -7,6 +7,7 @@ template is right, and the chat is encoded anew from the last answer before that
 """
 
 import abc
+import contextlib
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,8 @@ class ChatTranscript(Transcript):
             self._pieces = [*pieces, _Piece(completion.text, token_ids, is_answer=True)]
         else:  # a stop string or hidden tokens: the text that the next turn shows is not what these tokens say
             self._pieces = pieces[:-1]
-            self._lay_out_rest()
+            with contextlib.suppress(RequestError):  # the template refuses what was said: the next turn will say so
+                self._lay_out_rest()
 
     def append(self, more: str | Message | Sequence[Message]) -> None:
         self._replace([*self._messages, *_as_messages(more)])

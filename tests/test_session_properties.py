@@ -3,6 +3,7 @@
 import hypothesis
 import hypothesis.stateful
 import hypothesis.strategies as st
+import pytest
 
 from jaxkv.request import RequestOutput
 from jaxkv.session import Session, Turn
@@ -163,3 +164,10 @@ class SessionMachine(hypothesis.stateful.RuleBasedStateMachine):
 
 TestSessions = SessionMachine.TestCase
 TestSessions.settings = hypothesis.settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestSessionsForLong(SessionMachine.TestCase):
+    """A hundred thousand operations."""
+
+    settings = hypothesis.settings(max_examples=1250, stateful_step_count=80, deadline=None)

@@ -115,6 +115,21 @@ def test_an_answer_whose_tokens_say_something_else_is_spelled_anew():
         assert transcript.prompt("b").token_ids == tok.encode_chat(messages)
 
 
+def test_an_answer_that_the_template_refuses_is_told_with_the_next_turn():
+    refuses = (
+        "{% if messages[-1].content == '' or messages[-2].content == '' %}{{ raise_exception('empty') }}{% endif %}"
+    )
+    tok = tokenizer("{% if messages | length > 1 %}" + refuses + "{% endif %}" + tiny.CHATML)
+    transcript = ChatTranscript(tok, [])
+    transcript.prompt("a")
+    transcript.answer(completion(tok, "", ids=tok.encode("x", add_bos=False), stop_reason="x"))
+    assert transcript.messages[-1] == {"role": "assistant", "content": ""} and transcript.token_ids == []
+    with pytest.raises(RequestError, match="refuses these messages: empty"):
+        transcript.prompt("b")
+    transcript.truncate(1)
+    assert spelled(tok, transcript.token_ids) == rendered(tok, transcript.messages, generation=False)
+
+
 def test_truncating_by_messages_and_turns_keeps_tokens():
     tok = tokenizer()
     transcript, lens = ChatTranscript(tok, [SYSTEM]), []
