@@ -194,6 +194,18 @@ def test_flags_that_replays_do_not_heed_are_refused(flags: list[str], message: s
         bench(args, lambda: pytest.fail("loads for nothing"))
 
 
+def test_the_command_of_the_readme_gets_as_far_as_loading():
+    class LoadsError(Exception):
+        pass
+
+    def load() -> None:
+        raise LoadsError
+
+    args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all"])
+    with pytest.raises(LoadsError):
+        bench(args, load)  # type: ignore[arg-type]
+
+
 def test_depth_first_is_the_optimum_of_a_tree_and_the_queue_finds_it():
     trace = TRACES["agents"]()
     together = dataclasses.replace(trace, rounds=(tuple(trace.requests),))

@@ -127,7 +127,7 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
         )
     if args.compare:
         raise ConfigError(f"--compare {args.compare[0]} cannot replay traces; leave out --trace or --compare")
-    if args.eviction is not None:
+    if "eviction" in args:  # a flag that is not given is absent
         raise ConfigError(f"--eviction {args.eviction}: --trace replays under every policy; leave out one of them")
     names = list(traces.TRACES) if "all" in args.trace else list(dict.fromkeys(args.trace))
     chosen = [traces.TRACES[name]() for name in names]
