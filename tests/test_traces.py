@@ -22,10 +22,10 @@ SIZE = 16
 
 
 def run(trace: Trace, policy: Policy, *, num_pages: int | None = None, **changes) -> tuple[dict, Scheduler]:
-    """Replays a trace; `num_pages` is the small pool's."""
+    """Replays a trace; `num_pages` is the small pool's, without the null page."""
     small = num_pages or small_pool(trace, SIZE)
     sizes = dict(
-        max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=small if policy.is_small else 1000
+        max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=small + 1 if policy.is_small else 1000
     )
     config = SchedulerConfig(**{**sizes, "prefix_cache": policy.prefix_cache, "eviction": policy.eviction, **changes})
     scheduler, runner, ids = Scheduler(config), CheapRunner(config.max_rows, 1), itertools.count()
@@ -115,7 +115,7 @@ def test_of_what_a_small_pool_can_find_adaptive_finds_most(max_rows: int):
         name: all_policies(make(), "of_attainable", max_rows=max_rows)["adaptive"] for name, make in TRACES.items()
     }
     assert found["shared"] == found["few-shot"] == 1 and found["agents"] >= 0.96
-    assert found["chat"] >= 0.91, "it does not know who speaks next; lru finds 0.70"
+    assert found["chat"] >= 0.91, "it does not know who speaks next; lru finds 0.72"
 
 
 @pytest.mark.parametrize("name", TRACES)
