@@ -1,6 +1,7 @@
 """`LLM`: load a model, generate, chat, stream, score."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxkv.build import build_engine
-from jaxkv.cache_control import CacheControl, Caching
+from jaxkv.cache_control import CacheControl, Caching, ttl_s
 from jaxkv.chat_cache import read_marks
 from jaxkv.engine import Engine
 from jaxkv.errors import RequestError
@@ -19,6 +20,7 @@ from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.progress import Progress
 from jaxkv.request import RequestOutput, SamplingParams
+from jaxkv.saving import SavedPrefix, save_prefix
 from jaxkv.scheduler import SchedulerStats
 from jaxkv.session import Session
 from jaxkv.settings import EngineConfig
@@ -35,6 +37,7 @@ class Stats(SchedulerStats):
 
     num_compiles: int  # programs traced so far, by all names together
     pool_bytes: int
+    page_bytes: int = 0  # of a page in host memory; on disk it takes 1 kB more
 
 
 class LLM:
@@ -67,6 +70,10 @@ class LLM:
         decode_steps: int | None = None,
         prefix_cache: bool = True,
         eviction: str = "lru",
+        host_cache_bytes: int = 0,
+        cache_dir: str | os.PathLike[str] | None = None,
+        disk_cache_bytes: int | None = None,
+        demote: str = "retained",
         overlap: bool = True,
         seed: int = 0,
         tensor: int = 1,
@@ -94,6 +101,12 @@ class LLM:
             eviction: which cached pages go first when memory is needed: "lru", those not used for longest; "cost",
                 those that are cheapest to compute again for their age; "adaptive", these or, where more prefixes take
                 turns than there is room for, the newest.
+            host_cache_bytes: host memory for cached pages that the pool has no room for; a hit brings them back.
+            cache_dir: folder for those that host memory has no room for, and for `save_prefix`; later processes with
+                this model find them there. None: no disk is used.
+            disk_cache_bytes: budget of this model's pages in `cache_dir`; None is 10 GiB.
+            demote: which cached pages go down when the pool gives them up: "retained", those somebody asked to keep
+                (`cache_control`, `prompt_cache_retention`), or "all".
             overlap: dispatch a step before the previous one was read; never changes the tokens.
             seed: base for requests without a seed of their own.
             tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.
@@ -109,7 +122,9 @@ class LLM:
         config = EngineConfig(
             max_len=max_len, max_rows=max_rows, kv_dtype=kv_dtype, page_size=page_size, num_pages=num_pages,
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
-            prefix_cache=prefix_cache, eviction=eviction, overlap=overlap, seed=seed,
+            prefix_cache=prefix_cache, eviction=eviction, host_cache_bytes=host_cache_bytes,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir), disk_cache_bytes=disk_cache_bytes,
+            demote=demote, overlap=overlap, seed=seed,
         )  # fmt: skip
         engine, intake = build_engine(model, config, dtype=dtype, tensor=tensor, data=data, progress=progress)
         llm = cls(str(model), engine, intake, config)
@@ -154,7 +169,7 @@ class LLM:
         return dict(self._engine.runner.mesh.shape)
 
     def clear_prefix_cache(self) -> None:
-        """Forgets every cached page that nobody uses."""
+        """Forgets every cached page, in the pool and in host memory; files in `cache_dir` stay (`jaxkv cache rm`)."""
         self._engine.scheduler.clear_cache()
 
     def generate(
@@ -338,6 +353,34 @@ class LLM:
         """Log-probabilities of the prompts' own tokens, without generating: see `RequestOutput.prompt_logprobs`."""
         return self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=top))
 
+    def save_prefix(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str = "",
+        ttl: str | float | None = None,
+    ) -> SavedPrefix:
+        """Writes the pages of a prompt into `cache_dir` now, computing what is not cached; waits until they are there.
+
+        Args:
+            prompt: text, token ids, or messages as `chat` takes them.
+            tools: as in `chat`, with messages.
+            cache_salt: only requests under this salt find them.
+            ttl: keeps them on disk for so long from their last use on, as in `CacheControl`; None: while there is room.
+
+        Raises:
+            RequestError: the prompt is refused, or there is no `cache_dir`.
+            CapacityError: not all pages could be written.
+        """
+        is_chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+        token_ids = self.chat_prompt(prompt, tools=tools) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        request = self._intake.make_request(
+            "saved", token_ids, SamplingParams(max_tokens=1), seed=0, cache_salt=cache_salt
+        )
+        compute = functools.partial(self.generate, [request.prompt_token_ids], request.params, cache_salt=cache_salt)
+        return save_prefix(self._engine, request, compute, None if ttl is None else ttl_s(ttl))
+
     def explain_cache(self, request: Any, previous: Any = None) -> Explanation:
         """Why a request missed the prefix cache, or would: runs nothing, changes nothing.
 
@@ -361,6 +404,7 @@ class LLM:
             **dataclasses.asdict(self._engine.stats()),
             num_compiles=sum(runner.num_traces.values()),
             pool_bytes=runner.pool_spec.pool_bytes,
+            page_bytes=runner.page_bytes,
         )
 
     def _submit(

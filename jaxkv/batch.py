@@ -29,6 +29,7 @@ class Buckets:
     page_writes: tuple[int, ...]
     page_copies: tuple[int, ...]
     count_tokens: tuple[int, ...]
+    page_moves: tuple[int, ...] = ()  # pages read or written at once; none where there are no lower tiers
 
 
 def make_buckets(

@@ -2,13 +2,14 @@
 
 import itertools
 import os
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv import ops, prefix_cache, sharding
+from jaxkv import ops, page_transfer, prefix_cache, sharding
 from jaxkv.catalog import open_model
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
@@ -23,6 +24,8 @@ from jaxkv.program_cache import ProgramCache
 from jaxkv.runner import Runner
 from jaxkv.scheduler import Scheduler
 from jaxkv.settings import EngineConfig, Resolved, resolve
+from jaxkv.tier_files import PageFolder, PageFormat
+from jaxkv.tier_store import TierStore
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -53,11 +56,13 @@ def build_engine(
     resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
     programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
     tokenizer = _load_tokenizer(source)
-    scheduler = Scheduler(resolved.scheduler, _namespace(source, geometry, resolved))
+    namespace = _namespace(source, geometry, resolved, np_dtype)
+    scheduler = Scheduler(resolved.scheduler, namespace)
     runner = Runner.build(
         module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim, cache=programs
     )
-    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap)
+    store = _open_tiers(config, str(model), namespace, scheduler, runner)
+    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, store=store)
     return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
 
 
@@ -99,8 +104,29 @@ def _eos_ids(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...
     return tuple(sorted(set(ids)))
 
 
-def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved) -> bytes:
+def _open_tiers(config: EngineConfig, model: str, namespace: bytes, scheduler: Scheduler, runner: Runner) -> TierStore:
+    """The lower tiers' store; what an earlier process left on disk can be found from now on."""
+    if not scheduler.config.tiers.disk_pages or config.cache_dir is None:
+        return TierStore(None)
+    spec = runner.pool_spec
+    page = PageFormat(
+        root=prefix_cache.root_key(namespace),
+        model=model,
+        kv_dtype=spec.dtype.name,
+        shape=page_transfer.canonical_shape(spec),
+        bits=page_transfer.canonical_dtype(spec),
+    )
+    folder = PageFolder(Path(config.cache_dir).expanduser(), page)
+    scheduler.tiers.restore(folder.scan(), time.monotonic())
+    return TierStore(folder)
+
+
+def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved, dtype: np.dtype) -> bytes:
+    """The activations' dtype counts: pages outlive the process, and rounded ones differ."""
     pool = resolved.pool
     return prefix_cache.namespace(
-        model=source.digest, kv_dtype=pool.dtype.name, page_size=pool.page_size, rope=repr(geometry.rope)
+        model=f"{source.digest} {dtype.name}",
+        kv_dtype=pool.dtype.name,
+        page_size=pool.page_size,
+        rope=repr(geometry.rope),
     )

@@ -6,6 +6,29 @@ from jaxkv.errors import ConfigError
 from jaxkv.shards import Shards
 
 EVICTIONS = ("lru", "cost", "adaptive")
+DEMOTIONS = ("retained", "all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """Pages below the device, see `tiers`; without budgets there are none."""
+
+    host_pages: int = 0  # budget of host memory
+    disk_pages: int = 0  # budget of the disk
+    max_outgoing: int = 64  # pages in host memory that wait to be written, beside its budget
+    max_staged: int = 64  # pages in host memory that were read from disk, beside its budget
+    demote: str = "retained"  # which evicted pages go down: those somebody asked to keep, or "all"
+
+    def __post_init__(self) -> None:
+        for field in ("host_pages", "disk_pages", "max_outgoing", "max_staged"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field}={getattr(self, field)} must be >= 0")
+        if self.demote not in DEMOTIONS:
+            raise ConfigError(f"demote={self.demote!r} must be one of {', '.join(DEMOTIONS)}")
+
+    @property
+    def is_on(self) -> bool:
+        return self.host_pages > 0 or self.disk_pages > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +54,7 @@ class SchedulerConfig:
     max_bypass: int = 16  # requests that may overtake a waiting one that does not fit yet
     steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
+    tiers: TierConfig = TierConfig()  # host memory and disk below the pool
     num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
 
     def __post_init__(self) -> None:

@@ -16,16 +16,29 @@ from jaxkv.outputs import OutputBuilder
 from jaxkv.request import FinishReason, Request
 from jaxkv.runner import InFlight, Runner
 from jaxkv.scheduler import Scheduler, SchedulerStats
+from jaxkv.tier_mover import TierMover
+from jaxkv.tier_store import TierStore
 from jaxkv.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 0.05  # a step waits so long for pages from disk, if there is nothing else to do: deadlines must be seen
 
 
 class Engine:
     """Owns the steps in flight and the outputs in the making. Not thread-safe."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        *,
+        overlap: bool,
+        store: TierStore | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.mover = TierMover(scheduler, runner, store or TierStore(None))
         self.runner = runner
         self._tokenizer = tokenizer
         self._max_behind = 1 if overlap else 0
@@ -94,9 +107,13 @@ class Engine:
         while self._aborts:
             self.scheduler.abort(self._aborts.popleft())
         self.scheduler.expire(time.monotonic())
+        self.mover.report()
         plan = self.scheduler.plan(time.monotonic())
+        self.mover.move()
         if plan is not None:
             self._flights.append((self.runner.dispatch(plan), time.monotonic()))
+        elif not self._flights and self.scheduler.tiers.is_reading:
+            self.mover.wait(MAX_WAIT_S)
         behind = self._max_behind if plan is not None else 0
         while len(self._flights) > behind:
             in_flight, dispatched_s = self._flights.popleft()
@@ -154,6 +171,7 @@ class Engine:
             builder.end_rest(error, time.monotonic())
         self._builders.clear()
         self.runner.reset()
+        self.mover.store.reset()
 
 
 def _fail_text(builder: OutputBuilder, child: int, error: Exception) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.ops import plain_shape
+from jaxkv.ops import plain_pack, plain_shape, plain_unpack
 from jaxkv.sharding import named
 
 AXES = ("pages", None, "kv_heads", None, None)
@@ -37,6 +37,10 @@ class PoolSpec:
 
     storage_dtype: jnp.dtype  # what the array holds, see the kernels' `storage_dtype`
     storage_shape: Callable[[int, int, int, int], tuple[int, ...]] = plain_shape  # the kernels' layout, see `ops`
+    # From `[., 2, K, S, D]` to what `storage_shape` stores, and back with D; see `ops`.
+    pack: Callable[[jax.Array], jax.Array] = plain_pack
+    unpack: Callable[[jax.Array, int], jax.Array] = plain_unpack
+    kv_copies: int = 1  # of each of the model's KV heads
     num_shards: int = 1  # data shards
 
     @property

@@ -14,9 +14,11 @@ import numpy as np
 from jaxkv.adaptive_eviction import make_order
 from jaxkv.config import SchedulerConfig
 from jaxkv.pages import PageAllocator, PageCounts
+from jaxkv.plan import PageAt
 from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
 from jaxkv.shelf import Shelf
+from jaxkv.tiers import PageTiers
 
 MAX_HELD_SHARE = 0.75  # of a shard's pages that open sessions may hold: the rest stays with those who have none
 
@@ -26,7 +28,8 @@ class Reuse:
     """K/V that a sequence need not compute."""
 
     pages: list[int]  # its leading pages, held by others or cached
-    num_tokens: int  # leading tokens whose K/V are there
+    num_tokens: int  # leading tokens whose K/V are there, or in lower tiers
+    lower_keys: tuple[bytes, ...] = ()  # of the pages after them, which come up from lower tiers
     copy_from: int | None = None  # the page after them is partly filled: copy this one first
     next_key: bytes | None = None  # of the first page that could have been reused but is not known
     may_publish: bool = True  # False: the pages' content and the cache's namespace differ
@@ -38,14 +41,22 @@ class Memory:
     Args:
         config: sizes of pool and page; whether prefixes are cached.
         namespace: what K/V depend on besides tokens (`prefix_cache.namespace`).
+        tiers: where pages go and come from; None: nowhere.
+        shard: which data shard's this is.
     """
 
-    def __init__(self, config: SchedulerConfig, namespace: bytes = b"") -> None:
+    def __init__(
+        self, config: SchedulerConfig, namespace: bytes = b"", tiers: PageTiers | None = None, shard: int = 0
+    ) -> None:
+        self._tiers = PageTiers(config.tiers) if tiers is None else tiers
+        self._shard = shard
         self._page_size = config.page_size
         order = make_order(config.eviction, config.page_size, config.attention_len, config.num_pages - 1)
         self._shelf = Shelf(order, max_held=int((config.num_pages - 1) * MAX_HELD_SHARE))
         self._allocator = PageAllocator(config.num_pages, self._shelf)
         self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None
+        if self._cache is not None and config.tiers.is_on:
+            self._cache.on_lost = self._demote
 
     @property
     def num_available(self) -> int:
@@ -105,14 +116,17 @@ class Memory:
             # The last prompt token is computed again, in the child's own page, to sample with the child's own key.
             num_full, num_partial = divmod(seq.prompt_len - 1, size)
             copy_from = parent.pages[num_full] if num_partial else None
-            return Reuse(parent.pages[:num_full], seq.prompt_len - 1, copy_from, may_publish=parent.may_publish)
+            return Reuse(
+                parent.pages[:num_full], seq.prompt_len - 1, copy_from=copy_from, may_publish=parent.may_publish
+            )
         if self._cache is None:
             return Reuse([], 0)
         self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
         keys = seq.page_keys[: seq.max_reused // size]
         pages = self._cache.match(keys)
-        next_key = keys[len(pages)] if len(pages) < len(keys) else None
-        return Reuse(pages, len(pages) * size, next_key=next_key)
+        lower = tuple(self._tiers.run(keys[len(pages) :]))
+        num = len(pages) + len(lower)
+        return Reuse(pages, num * size, lower, next_key=keys[num] if num < len(keys) else None)
 
     def try_attach(self, seq: Sequence, reuse: Reuse, keep_free: int) -> bool:
         """Gives a sequence the pages of its known tokens, if `keep_free` pages are left after that."""
@@ -122,8 +136,10 @@ class Memory:
         if self.num_available - num_unheld - num_new < keep_free:
             return False
         self._allocator.share(reuse.pages)
+        self._tiers.hold(reuse.lower_keys)
         pages = self._allocator.try_allocate(num_new)
         assert pages is not None
+        self._tiers.promote(reuse.lower_keys, [PageAt(self._shard, page) for page in pages[: len(reuse.lower_keys)]])
         seq.pages = [*reuse.pages, *pages]
         seq.num_published, seq.may_publish = len(reuse.pages), reuse.may_publish
         if reuse.pages and seq.request.marks:
@@ -149,6 +165,10 @@ class Memory:
         self._cache.extend_keys(seq.page_keys, seq.tokens[: num_full * self._page_size], seq.request.cache_salt)
         new = self._cache.publish(seq.page_keys[:num_full], seq.pages, seq.num_published)
         seq.note_published(new, num_full, self._page_size)
+        if self._tiers.is_on:
+            for index in new:
+                if (ttl_s := self._tiers.ttl_s(seq.page_keys[index])) is not None:
+                    self._cache.retain([seq.page_keys[index]], ttl_s)
         if seq.request.marks:
             self._retain(seq, seq.num_published, num_full)
         seq.num_published = num_full
@@ -186,6 +206,28 @@ class Memory:
             return 0, 0
         num_known = len(self._cache.match(keys))
         return num_known, self._cache.num_shared(keys[:num_known])
+
+    def save(self, seq: Sequence, ttl_s: float | None) -> tuple[int, int]:
+        """Writes the full pages of a sequence's tokens to disk, as far as they are known here or below.
+
+        Returns:
+            How many leading pages are there or on their way, and how many are known.
+        """
+        if self._cache is None:
+            return 0, 0
+        self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
+        pages = self._cache.match(seq.page_keys)
+        num_known = len(pages) + len(self._tiers.run(seq.page_keys[len(pages) :]))
+        for index, key in enumerate(seq.page_keys[:num_known]):
+            at = PageAt(self._shard, pages[index]) if index < len(pages) else None
+            parent = seq.page_keys[index - 1] if index else self._cache.root
+            if not self._tiers.save(key, at, (parent, index), ttl_s):
+                return index, num_known
+        return num_known, num_known
+
+    def _demote(self, page: int, key: bytes, link: tuple[bytes, int]) -> None:
+        """The cache's `on_lost`."""
+        self._tiers.demote(key, PageAt(self._shard, page), link, self._shelf.ttl_s(page))
 
     def _retain(self, seq: Sequence, start: int, end: int) -> None:
         """Keeps pages `[start, end)` of a sequence as far as its request marked them."""

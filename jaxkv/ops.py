@@ -38,6 +38,16 @@ def plain_shape(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int
     return (num_pages, 2, num_kv_heads, page_size, head_dim)
 
 
+def plain_pack(kv: jax.Array) -> jax.Array:
+    """Pages `[., 2, K, S, D]` as they are stored: the same."""
+    return kv
+
+
+def plain_unpack(stored: jax.Array, head_dim: int) -> jax.Array:
+    """The inverse."""
+    return stored
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """How one kind of device runs a step. The kernel's signature: `kernels_pallas.paged_attention.reference`."""
@@ -46,6 +56,8 @@ class Backend:
     paged_attention: Callable[..., tuple[jax.Array, jax.Array]] = reference.paged_attention
     storage_dtype: Callable[[np.dtype], np.dtype] = reference.storage_dtype
     storage_shape: Callable[[int, int, int, int], tuple[int, int, int, int, int]] = plain_shape  # of the pool's array
+    pack: Callable[[jax.Array], jax.Array] = plain_pack  # pages into that shape
+    unpack: Callable[[jax.Array, int], jax.Array] = plain_unpack
     refuses: Callable[[Shapes, int], str | None] = lambda shapes, query_tile: None  # why these do not run, if so
     compiler_options: tuple[tuple[str, bool], ...] = ()  # name and value, for the programs of whole steps
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
@@ -110,7 +122,7 @@ def _tpu(kernel: ModuleType) -> Backend:
 
     return Backend(
         name="tpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype,
-        storage_shape=kernel.storage_shape, refuses=refuses,
+        storage_shape=kernel.storage_shape, pack=kernel.pack, unpack=kernel.unpack, refuses=refuses,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ where    where most of it can be reused, then its group's home, then where most 
 not yet  who lacks a page that is being computed in this very step: one step later it can be shared
 """
 
+from collections.abc import Iterable
+
 from jaxkv.config import SchedulerConfig
 from jaxkv.homes import group_of
 from jaxkv.memory import Reuse
@@ -32,6 +34,10 @@ class Placement:
     def note_chunk(self, shard: int, keys: list[bytes]) -> None:
         """A chunk of the plan fills the pages with these keys."""
         self._busy[shard] = None
+        self.note_filled(shard, keys)
+
+    def note_filled(self, shard: int, keys: Iterable[bytes]) -> None:
+        """The plan fills the pages with these keys from lower tiers."""
         for key in keys:
             self._filling[shard, key] = None
 
@@ -72,7 +78,7 @@ class Placement:
         """
         if not self._filling or seq.num_bypassed >= self._config.max_bypass:
             return False
-        if (shard, reuse.next_key) in self._filling:
+        if (shard, reuse.next_key) in self._filling or any((shard, key) in self._filling for key in reuse.lower_keys):
             return True
         least = reuse.num_tokens + (shard not in self._busy)
         others = [other for other in self._busy if other != shard and self._roster.rows.num_free_on(other)]

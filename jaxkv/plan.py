@@ -12,6 +12,7 @@ writes no K/V in later steps until it is set up again.
 """
 
 import dataclasses
+import enum
 import typing
 
 import numpy as np
@@ -40,6 +41,52 @@ class PageWrite(typing.NamedTuple):
     row: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is of no use here)
     page: int
+
+
+class PageAt(typing.NamedTuple):
+    """A page of one data shard's pool."""
+
+    shard: int
+    page: int
+
+
+class MoveKind(enum.Enum):
+    """What is to be done with a page outside the pool, or with the file that holds it."""
+
+    DOWN = "down"  # read it out of the pool into host memory
+    UP = "up"  # write it from host memory into the pool
+    DROP = "drop"  # host memory may forget it
+    WRITE = "write"  # from host memory to disk
+    UNLINK = "unlink"  # the disk may forget it
+    READ = "read"  # from disk to host memory
+
+
+class PageNote(typing.NamedTuple):
+    """What a file says about its page, besides its content."""
+
+    parent: bytes  # key of the page before it, or the root key
+    index: int  # of the page in its prefix
+    ttl_s: float | None  # to be kept so many seconds from its last use on
+
+
+class PageMove(typing.NamedTuple):
+    """A page changes its tier; executed in order, before the plan that was made with it is dispatched.
+
+    So reading a page out precedes whatever overwrites it, and what is written into one is there when it is computed with.
+    """
+
+    kind: MoveKind
+    key: bytes  # names the content, see `prefix_cache`
+    at: PageAt | None = None  # of DOWN and UP: where in the pool
+    note: PageNote | None = None  # of WRITE
+
+
+class MoveNews(typing.NamedTuple):
+    """What became of a READ or WRITE, or that a DOWN was lost on the way."""
+
+    kind: MoveKind
+    key: bytes
+    is_done: bool
 
 
 class PageCopy(typing.NamedTuple):

@@ -222,19 +222,25 @@ class Planner:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
         offers = self._placement.offers(seq, self._open, self._parent_to_fork(seq))
-        if self._placement.is_worth_waiting(seq, *offers[0]):
+        if self._placement.is_worth_waiting(seq, *offers[0]) or not self._is_up(offers[0][1]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
         is_first = seq.child == 0 and seq.cached_tokens is None
-        reuse = next((reuse for shard, reuse in offers if self._roster.try_place(seq, shard, reuse)), None)
+        placed = (o for o in offers if self._is_up(o[1]) and self._roster.try_place(seq, *o))
+        shard, reuse = next(placed, (0, None))
         if reuse is None:
             return Verdict.NOT_YET
+        self._placement.note_filled(shard, reuse.lower_keys)
         self._refused_for_pages_only = False
         if is_first:
             self._admitted.append(seq.request.request_id)
         self._set_up(seq, reuse)
         self._add_chunk(seq)
         return Verdict.ADMITTED
+
+    def _is_up(self, reuse: Reuse) -> bool:
+        """What comes from lower tiers is in host memory; else it is being read from disk, and worth waiting for."""
+        return not reuse.lower_keys or self._roster.tiers.is_ready(reuse.lower_keys)
 
     def _parent_to_fork(self, seq: Sequence) -> Sequence | None:
         """Child 0, if the whole prompt is in its pages before this step starts, and `seq` has made nothing yet."""

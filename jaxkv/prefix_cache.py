@@ -13,7 +13,7 @@ page from its shelf and calls `evict`.
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -72,6 +72,9 @@ class PrefixCache:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._num_holders: dict[bytes, int] = {}  # sessions that hold a key, whether its page is there or not
+        self._link_of: dict[int, tuple[bytes, int]] = {}  # page -> key of the one before it, index in its prefix
+        # Called with a page that is lost, its key and its link, while its content is still there.
+        self.on_lost: Callable[[int, bytes, tuple[bytes, int]], None] | None = None
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -126,10 +129,11 @@ class PrefixCache:
                 continue  # the same content is already known on another page, or this page is shared and known
             page_of[key] = page
             key_of[page] = key
+            self._link_of[page] = (keys[index - 1] if index else self._root, index)
             self._allocator.mark_cached(page)
             if key in self._num_holders:
                 self._allocator.shelf.hold(page)
-            published(page, key, keys[index - 1] if index else self._root, index)
+            published(page, key, *self._link_of[page])
             new.append(index)
         return new
 
@@ -159,9 +163,17 @@ class PrefixCache:
         """How many of these keys several sessions hold."""
         return sum(self._num_holders.get(key, 0) > 1 for key in keys)
 
+    @property
+    def root(self) -> bytes:
+        """The parent key of first pages."""
+        return self._root
+
     def evict(self, page: int) -> None:
         """Forgets a page whose memory is handed out again; the allocator's `on_evict`."""
-        del self._page_of[self._key_of.pop(page)]
+        key, link = self._key_of.pop(page), self._link_of.pop(page)
+        del self._page_of[key]
+        if self.on_lost is not None:
+            self.on_lost(page, key, link)
 
     def clear(self, namespace: bytes | None = None) -> None:
         """Forgets every page (new weights); with a namespace, later keys grow from its root."""
@@ -169,9 +181,11 @@ class PrefixCache:
             self._allocator.forget(page)
         self._page_of.clear()
         self._key_of.clear()
+        self._link_of.clear()
         if namespace is not None:
             self._root = root_key(namespace)
 
     def check(self) -> None:
         """Asserts that both maps agree; for tests."""
         assert {page: key for key, page in self._page_of.items()} == self._key_of
+        assert self._link_of.keys() == self._key_of.keys()

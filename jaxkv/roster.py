@@ -15,6 +15,7 @@ from jaxkv.queue import WaitingQueue
 from jaxkv.request import FinishReason, Request
 from jaxkv.rows import Rows
 from jaxkv.sequence import Ending, Sequence
+from jaxkv.tiers import PageTiers
 
 
 @dataclasses.dataclass
@@ -46,7 +47,8 @@ class Roster:
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrived = 0
         self._finished: list[Finished] = []
-        self.memories = [Memory(config, namespace) for _ in range(config.num_shards)]
+        self.tiers = PageTiers(config.tiers)
+        self.memories = [Memory(config, namespace, self.tiers, shard) for shard in range(config.num_shards)]
         self.waiting = WaitingQueue(config.max_bypass)
         self.rows = Rows(
             config.shards, max_len=config.max_len, page_size=config.page_size, max_steps=config.decode_steps
@@ -166,7 +168,11 @@ class Roster:
         )
 
     def clear_cache(self, namespace: bytes | None) -> None:
-        """Forgets cached pages; what running sequences hold stays theirs but is never published."""
+        """Forgets cached pages, also in host memory; what running sequences hold stays theirs but is never published."""
+        if namespace is None:
+            self.tiers.clear_host()
+        else:
+            self.tiers.forget_all()
         for memory in self.memories:
             memory.clear_cache(namespace)
         for seq in self.all_sequences():
@@ -181,6 +187,7 @@ class Roster:
         for shard, memory in enumerate(self.memories):
             memory.check(self.rows.placed_on(shard))
         self.rows.check()
+        self.tiers.check()
         assert len(placed) == self.rows.num_placed
         for seq in placed:
             assert seq.is_placed and self.rows.sequences[seq.row] is seq and seq.ending is None, seq

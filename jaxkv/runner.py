@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv import kv_pool, row_state
+from jaxkv import kv_pool, page_transfer, row_state
 from jaxkv.batch import ROW, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
-from jaxkv.plan import NO_ROWS, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
+from jaxkv.page_transfer import PagesInFlight, spread_pages
+from jaxkv.plan import NO_ROWS, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
 from jaxkv.program_cache import ProgramCache
 from jaxkv.programs import DecodeOutput, MixedOutput
 from jaxkv.row_state import NO_TOKEN
@@ -166,6 +167,37 @@ class Runner:
             array.copy_to_host_async()
         return in_flight
 
+    def read_pages(self, pages: Sequence[PageAt]) -> PagesInFlight:
+        """Takes a copy of some pages, as steps dispatched so far leave them; at most `max_moved` at once."""
+        ids, places = spread_pages(pages, self.shards, self.buckets.page_moves)
+        array = self._programs.read_pages(self._pool, ids)
+        array.copy_to_host_async()
+        return PagesInFlight(array, places)
+
+    def write_pages(self, pages: Sequence[PageAt], kv: Sequence[np.ndarray]) -> None:
+        """Puts canonical pages into the pool, for steps dispatched from now on; at most `max_moved` at once."""
+        ids, places = spread_pages(pages, self.shards, self.buckets.page_moves)
+        # Fresh for every call: the device may still read it (behaviour 16).
+        data = np.zeros((len(ids), *self.page_shape), page_transfer.canonical_dtype(self.pool_spec))
+        for place, page in zip(places.tolist(), kv, strict=True):
+            data[place] = page
+        self._pool = self._programs.write_pages(self._pool, ids, data)
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """Of a page outside the pool."""
+        return page_transfer.canonical_shape(self.pool_spec)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page outside the pool."""
+        return page_transfer.page_bytes(self.pool_spec)
+
+    @property
+    def max_moved(self) -> int:
+        """Pages that one call of `read_pages` or `write_pages` may move; 0 where there are no lower tiers."""
+        return max(self.buckets.page_moves, default=0)
+
     def _apply_deltas(self, plan: StepPlan) -> None:
         for setups in _rounds(plan.setups, self.buckets.setups):
             self._state = self._programs.set_rows(self._state, *self._pack_setups(setups, self.buckets.setups))
@@ -224,6 +256,8 @@ class Runner:
             yield update("set_counts", *self._pack_counts(None, size))
         for size in b.page_copies:
             yield functools.partial(self._warm_copy, size)
+        for size in b.page_moves:
+            yield functools.partial(self._warm_moves, size)
         for size in b.decode_rows:
             rows = spread(NO_ROWS, shards, (size,)).padded_rows()
             yield functools.partial(self._warm_step, "decode", rows, np.int32(1))
@@ -237,6 +271,11 @@ class Runner:
 
     def _warm_copy(self, size: int) -> Any:
         self._pool = self._programs.copy_pages(self._pool, pad_pairs((), self.shards, (size,)))
+        return ()
+
+    def _warm_moves(self, size: int) -> Any:
+        null = [PageAt(0, 0)] * size
+        self.write_pages(null, list(self.read_pages(null).result()))
         return ()
 
     def _warm_step(self, name: str, *args: Any) -> Any:

@@ -28,6 +28,7 @@ from jaxkv.roster import Roster
 from jaxkv.sequence import Ending, Sequence
 from jaxkv.stats import SchedulerStats as SchedulerStats
 from jaxkv.stats import take_stats
+from jaxkv.tiers import PageTiers
 
 
 class Scheduler:
@@ -47,6 +48,11 @@ class Scheduler:
         self._committed_id = -1
         self._just_chunked: list[tuple[Sequence, int]] = []  # sequences with a chunk in the newest plan, and its end
         self._deadlines: list[tuple[float, int, str]] = []  # a heap: (when, arrival, request id)
+
+    @property
+    def tiers(self) -> PageTiers:
+        """Pages below the device: what is to move, and what became of it."""
+        return self._roster.tiers
 
     @property
     def has_unfinished(self) -> bool:
@@ -133,6 +139,7 @@ class Scheduler:
         self._just_chunked = []
         self._committed_id = self._num_planned - 1
         self._roster.clear_cache(None)
+        self.tiers.reset()
         for seq in self._roster.all_sequences():
             self._roster.end(seq, Ending(FinishReason.ERROR, error=error))
 
@@ -155,6 +162,8 @@ class Scheduler:
         self.holds.settle()
         for memory in self._roster.memories:
             memory.advance(now_s)
+        self.tiers.advance(now_s)
+        self.tiers.start_round(is_wanted=len(self._roster.waiting) > 0)
         self._note_dispatched()
         planner = Planner(self.config, self._roster, self._num_planned, self._committed_id)
         flight = planner.make()
@@ -200,6 +209,17 @@ class Scheduler:
         """
         seq = Sequence(request, 0, (0, 0), self.config.max_len, watched=False)
         return max((memory.find_reuse(seq, None) for memory in self._roster.memories), key=lambda each: each.num_tokens)
+
+    def save(self, request: Request, ttl_s: float | None) -> tuple[int, int]:
+        """Writes the full pages of a request's prompt to disk, as far as they are known; see `Memory.save`."""
+        seq = Sequence(request, 0, (0, 0), self.config.max_len, watched=False)
+        return max((memory.save(seq, ttl_s) for memory in self._roster.memories), key=lambda each: each[1])
+
+    def num_on_disk(self, request: Request) -> int:
+        """How many leading pages of a request's prompt are on disk."""
+        seq = Sequence(request, 0, (0, 0), self.config.max_len, watched=False)
+        self._roster.memories[0].cached_lens([seq])  # makes its keys
+        return next((i for i, key in enumerate(seq.page_keys) if key not in self.tiers.disk), len(seq.page_keys))
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges, made when asked."""

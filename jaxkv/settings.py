@@ -6,9 +6,9 @@ import logging
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxkv import kv_pool, ops
+from jaxkv import kv_pool, ops, page_transfer
 from jaxkv.batch import Buckets, make_buckets
-from jaxkv.config import EVICTIONS, SchedulerConfig
+from jaxkv.config import DEMOTIONS, EVICTIONS, SchedulerConfig, TierConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.llama import LlamaConfig
@@ -17,6 +17,10 @@ from jaxkv.sharding import DATA, TENSOR
 
 log = logging.getLogger(__name__)
 
+
+DISK_BYTES = 10 << 30  # budget of a model's pages on disk, unless given
+FILE_OVERHEAD = 1056  # bytes of a page's file beside the page, see `tier_files`
+OUTGOING_BYTES = 512 << 20  # of pages in host memory that wait to be written, beside its budget
 
 # What `kv_dtype` may be besides "auto". float8 halves the pool of a bf16 model; K and V are stored as they are, without
 # scales, and what exceeds 448 saturates. int8 would need scales per model, which nothing measures yet.
@@ -37,6 +41,10 @@ class EngineConfig:
     decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
     prefix_cache: bool = True  # reuse pages of equal prefixes
     eviction: str = "lru"  # which cached pages go first: "lru", "cost" or "adaptive"
+    host_cache_bytes: int = 0  # of host memory for pages that the pool gave up
+    cache_dir: str | None = None  # folder for pages that host memory gave up; None: they are lost
+    disk_cache_bytes: int | None = None  # of pages of this model there; None: 10 GiB
+    demote: str = "retained"  # which pages go down: those somebody asked to keep, or "all"
     overlap: bool = True  # dispatch a step before the previous one was read
     seed: int = 0  # base of the seeds of requests that give none
 
@@ -52,6 +60,7 @@ class EngineConfig:
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
         if self.eviction not in EVICTIONS:
             raise ConfigError(f"eviction={self.eviction!r} must be one of {', '.join(EVICTIONS)}")
+        _check_tiers(self)
         if not _is_whole(self.seed) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r} must be a whole number >= 0")
         if self.num_pages is not None and self.memory_fraction is not None:
@@ -63,6 +72,44 @@ class EngineConfig:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)  # max_rows=True is a slip, not one row
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Raises ConfigError where lower tiers are asked for that cannot be."""
+    for field in ("host_cache_bytes", "disk_cache_bytes"):
+        value = getattr(config, field)
+        if value is not None and (not _is_whole(value) or value < 0):
+            raise ConfigError(f"{field}={value!r} must be a whole number >= 0")
+    if config.demote not in DEMOTIONS:
+        raise ConfigError(f"demote={config.demote!r} must be one of {', '.join(DEMOTIONS)}")
+    if config.disk_cache_bytes is not None and config.cache_dir is None:
+        raise ConfigError(f"disk_cache_bytes={config.disk_cache_bytes} needs a folder; give cache_dir")
+    if not config.prefix_cache and (config.host_cache_bytes or config.cache_dir is not None):
+        raise ConfigError("host_cache_bytes and cache_dir need the prefix cache; load with prefix_cache=True")
+
+
+def resolve_tiers(config: EngineConfig, pool: PoolSpec, max_len: int) -> TierConfig:
+    """Budgets in pages.
+
+    Raises:
+        ConfigError: a budget is smaller than a page.
+    """
+    disk_bytes = 0
+    if config.cache_dir is not None:
+        disk_bytes = DISK_BYTES if config.disk_cache_bytes is None else config.disk_cache_bytes
+    page_bytes = page_transfer.page_bytes(pool)
+    for field, budget in (("host_cache_bytes", config.host_cache_bytes), ("disk_cache_bytes", disk_bytes)):
+        if 0 < budget < page_bytes + FILE_OVERHEAD:
+            raise ConfigError(
+                f"{field}={budget} holds no page of {page_bytes + FILE_OVERHEAD:,} bytes; raise it, or give 0"
+            )
+    return TierConfig(
+        host_pages=config.host_cache_bytes // page_bytes,
+        disk_pages=disk_bytes // (page_bytes + FILE_OVERHEAD),
+        max_outgoing=max(OUTGOING_BYTES // page_bytes, 16),
+        max_staged=-(-max_len // pool.page_size),
+        demote=config.demote,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +152,9 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         dtype=kv_dtype,
         storage_dtype=backend.storage_dtype(kv_dtype),
         storage_shape=backend.storage_shape,
+        pack=backend.pack,
+        unpack=backend.unpack,
+        kv_copies=model.kv_copies,
         num_shards=data,
     )
     if model.kv_copies > 1:
@@ -127,6 +177,7 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         prefix_cache=config.prefix_cache,
         eviction=config.eviction,
         attention_len=_attention_len(model),
+        tiers=resolve_tiers(config, spec, fitted),
         num_shards=data,
     )
     buckets = make_buckets(
@@ -137,6 +188,9 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
         max_pages=-(-fitted // spec.page_size),
         max_len=fitted,
     )
+    if scheduler.tiers.is_on:
+        moves = page_transfer.sizes(page_transfer.page_bytes(spec))
+        buckets = dataclasses.replace(buckets, page_moves=moves)
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
 
 

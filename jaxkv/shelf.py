@@ -110,6 +110,10 @@ class Shelf:
             if was_here:
                 self.add(page)
 
+    def ttl_s(self, page: int) -> float | None:
+        """How long a page is to be kept from its last use on; None: nobody asked, or the time is over."""
+        return self._ttl_s.get(page)
+
     def advance(self, now_s: float) -> None:
         """Time goes on; a `now_s` in the past changes nothing."""
         self._now_s = max(self._now_s, now_s)

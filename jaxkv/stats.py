@@ -30,6 +30,16 @@ class SchedulerStats:
     num_retained_evictions: int  # pages lost before their deadline, for nothing else was left
     pages_held: int  # by open sessions, in use or not
     num_held_evictions: int  # pages lost while a session held them, for nothing else was left
+    # Pages below the device, see `tiers`. In host memory there are besides those that wait to be written, or were read.
+    pages_on_host: int = 0
+    pages_on_disk: int = 0
+    pages_in_transit: int = 0
+    num_demoted_pages: int = 0  # device -> host memory or disk
+    num_dropped_pages: int = 0  # lost on the way down: no room, or the disk refused
+    num_host_hit_pages: int = 0  # host memory -> device
+    num_disk_hit_pages: int = 0  # disk -> device
+    num_disk_written_pages: int = 0
+    num_unreadable_pages: int = 0  # files that were torn, foreign or gone when they were to be read
 
 
 def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> SchedulerStats:
@@ -41,7 +51,7 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         num_in_flight: of these, not committed.
     """
     rows, page_size = roster.rows, roster.config.page_size
-    counts = [memory.counts for memory in roster.memories]
+    counts, tiers = [memory.counts for memory in roster.memories], roster.tiers.counts
     num_used = sum(each.referenced for each in counts)
     room = num_used * page_size
     held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
@@ -66,4 +76,13 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         num_retained_evictions=sum(memory.num_retained_evictions for memory in roster.memories),
         pages_held=sum(memory.num_held for memory in roster.memories),
         num_held_evictions=sum(memory.num_held_evictions for memory in roster.memories),
+        pages_on_host=len(roster.tiers.host),
+        pages_on_disk=len(roster.tiers.disk),
+        pages_in_transit=roster.tiers.num_outgoing + roster.tiers.num_staged,
+        num_demoted_pages=tiers.num_demoted,
+        num_dropped_pages=tiers.num_dropped,
+        num_host_hit_pages=tiers.num_host_hits,
+        num_disk_hit_pages=tiers.num_disk_hits,
+        num_disk_written_pages=tiers.num_disk_written,
+        num_unreadable_pages=tiers.num_disk_unreadable,
     )

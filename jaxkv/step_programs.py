@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv import kv_pool, row_state
+from jaxkv import kv_pool, page_transfer, row_state
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
 from jaxkv.program_cache import ProgramCache
@@ -80,6 +80,12 @@ class StepPrograms:
         self.set_pages = self._jit("set_pages", row_state.set_pages, (state, rows), state)
         self.set_counts = self._jit("set_counts", set_counts, (state, rows, whole, whole), state)
         self.copy_pages = self._jit("copy_pages", copy, (pool, rows), pool)
+        moved = spec(*page_transfer.axes(pool_spec))
+        read = functools.partial(page_transfer.read_pages, of=pool_spec)
+        write = functools.partial(page_transfer.write_pages, of=pool_spec)
+        to_host = page_transfer.host_sharding(pool_spec, mesh)
+        self.read_pages = self._jit("read_pages", read, (pool, rows), moved, donate=(), out_shardings=to_host)
+        self.write_pages = self._jit("write_pages", write, (pool, rows, moved), pool)
         max_pages = -(-max_len // pool_spec.page_size)
         init = functools.partial(row_state.init_row_state, max_rows // mesh.shape[DATA], max_pages, vocab_size)
         self.init_state = jax.jit(on_data_shards(init, mesh, (), state), out_shardings=NamedSharding(mesh, state))
@@ -90,7 +96,13 @@ class StepPrograms:
         self.mixed = cache.program("mixed", self.mixed, num_fixed=3)
 
     def _jit(
-        self, name: str, function: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...] = (0,)
+        self,
+        name: str,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        donate: tuple[int, ...] = (0,),
+        out_shardings: Any = None,
     ) -> Any:
         """`function`, written for one data shard, over the mesh.
 
@@ -103,7 +115,7 @@ class StepPrograms:
             return function(*args)
 
         counted.__name__ = name  # what profiles and compile logs call it
-        shardings = jax.tree.map(functools.partial(NamedSharding, self._mesh), out_specs)
+        shardings = out_shardings or jax.tree.map(functools.partial(NamedSharding, self._mesh), out_specs)
         run = on_data_shards(counted, self._mesh, in_specs, out_specs)
         run.__name__ = name
         return jax.jit(run, donate_argnums=donate, out_shardings=shardings, compiler_options=self._options)

@@ -45,4 +45,6 @@ def cached_now(scheduler: Scheduler, request: Request) -> CachedNow:
     if not request.prompt_token_ids:
         return CachedNow(num_pages=0, num_tokens=0, is_on=config.prefix_cache)
     reuse = scheduler.find_reuse(request)
-    return CachedNow(num_pages=len(reuse.pages), num_tokens=reuse.num_tokens, is_on=config.prefix_cache)
+    return CachedNow(
+        num_pages=len(reuse.pages) + len(reuse.lower_keys), num_tokens=reuse.num_tokens, is_on=config.prefix_cache
+    )

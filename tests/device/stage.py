@@ -51,7 +51,8 @@ def make_runner(
         num_layers=cfg.num_layers, num_pages=sizes.pop("num_pages"), num_kv_heads=cfg.num_kv_heads,
         page_size=sizes.pop("page_size"), head_dim=cfg.head_dim,
         dtype=model.embed[...].dtype, storage_dtype=backend.storage_dtype(model.embed[...].dtype),
-        storage_shape=backend.storage_shape, num_shards=data,
+        storage_shape=backend.storage_shape, pack=backend.pack, unpack=backend.unpack, kv_copies=cfg.kv_copies,
+        num_shards=data,
     )  # fmt: skip
     return Runner(
         model, spec, mesh, dataclasses.replace(backend, query_tile=TILE), buckets,
