@@ -8,14 +8,17 @@ The fake also asserts the contract of `plan.py` that a real runner relies on.
 import collections
 import copy
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
-from jaxkv.plan import Chunk, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
+from jaxkv.plan import Chunk, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
 from jaxkv.request import FinishReason, Request
 from jaxkv.scheduler import Scheduler
+from jaxkv.tier_mover import TierMover
+from jaxkv.tier_store import TierStore
 from tests.fake_model import MASK, extend, generate_alone, logprob, mix, sample, weight
 
 
@@ -27,6 +30,16 @@ class _Row:
     tokens: list[int] = dataclasses.field(default_factory=list)
     decodes: bool = False
     done: bool = False
+
+
+@dataclasses.dataclass
+class FakePages:
+    """What `read_pages` took a copy of."""
+
+    kv: np.ndarray
+
+    def result(self) -> np.ndarray:
+        return self.kv
 
 
 class FakeRunner:
@@ -80,6 +93,20 @@ class FakeRunner:
             prompt_scores=tuple(scores for _, scores in chunks),
             decode_logprobs=logprobs,
         )
+
+    max_moved = 3  # pages a call of the next two may move
+
+    def read_pages(self, pages: Sequence[PageAt]) -> "FakePages":
+        """Copies of pages; looked at later, as they are now."""
+        assert 0 < len(pages) <= self.max_moved and all(0 < page.page < self.config.num_pages for page in pages)
+        places = [page.shard * self.config.num_pages + page.page for page in pages]
+        return FakePages(self.kv[places].reshape(-1, 1, 1, 1, self.config.page_size, 1))
+
+    def write_pages(self, pages: Sequence[PageAt], kv: Sequence[np.ndarray]) -> None:
+        assert 0 < len(pages) == len(kv) <= self.max_moved and len({*pages}) == len(pages)
+        for page, content in zip(pages, kv, strict=True):
+            assert 0 < page.page < self.config.num_pages
+            self.kv[page.shard * self.config.num_pages + page.page] = content.reshape(-1)
 
     def check_unchanged(self) -> None:
         """The oldest plan is as it was when it was dispatched (behaviour 16)."""
@@ -180,12 +207,15 @@ def plain(value: object) -> object:
 class Loop:
     """A scheduler, a fake runner and the steps in flight between them; collects and checks what comes out."""
 
-    def __init__(self, config: SchedulerConfig, *, depth: int = 2, namespace: bytes = b"") -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, depth: int = 2, namespace: bytes = b"", store: TierStore | None = None
+    ) -> None:
         self.config = config
         self.now_s = 0.0  # what the engine's clock would say; stands still
         self.depth = depth  # steps in flight; 1 is the plain loop
         self.scheduler = Scheduler(config, namespace)
         self.runner = FakeRunner(config)
+        self.mover = TierMover(self.scheduler, self.runner, store or TierStore(None))
         self.requests: dict[str, Request] = {}
         self.streamed: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
         self.logprobs: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
@@ -201,7 +231,9 @@ class Loop:
 
     def dispatch(self) -> StepPlan | None:
         """Plans and runs one step, without looking at its result."""
+        self.mover.report()
         plan = self.scheduler.plan(self.now_s)
+        self.mover.move()
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.runner.run(plan))
@@ -225,7 +257,11 @@ class Loop:
     def step(self) -> StepPlan | None:
         """One turn of the engine's loop: keep `depth` steps in flight."""
         plan = self.dispatch()
-        assert plan is not None or self.results or not self.scheduler.has_unfinished, "nothing moves any more"
+        is_moving = plan is not None or self.results or not self.scheduler.has_unfinished
+        if not is_moving and self.scheduler.tiers.is_reading:
+            self.mover.wait(10.0)
+            is_moving = self.mover.store.is_busy
+        assert is_moving, "nothing moves any more"
         if plan is None or len(self.results) >= self.depth:
             self.commit()
         return plan
