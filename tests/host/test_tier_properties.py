@@ -17,9 +17,12 @@ import pytest
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import CapacityError
-from tests.fake_model import make_request, small_config
+from jaxkv.tier_files import HEADER_BYTES
+from tests.fake_model import make_prompt, make_request, small_config
 from tests.host.test_scheduler_properties import BASE, SchedulerMachine, configs
 from tests.host.tier_stage import Below, check_bytes, tiers
+
+PLACES = st.integers(0, 2000) | st.just(HEADER_BYTES + 3)  # to damage a file; the second is among its K/V
 
 
 @st.composite
@@ -67,7 +70,11 @@ class TierMachine(SchedulerMachine):
     def save(self, length: int, ttl_s: float | None) -> None:
         self.loop.scheduler.save(make_request("saved", BASE[:length]), ttl_s)
 
-    @hypothesis.stateful.rule(which=st.integers(0, 100), at=st.integers(0, 2000), flip=st.sampled_from([0, 1, 128]))
+    @hypothesis.stateful.rule(
+        which=st.integers(0, 100),
+        at=st.integers(0, 2000) | st.just(HEADER_BYTES + 3),
+        flip=st.sampled_from([0, 1, 128]),
+    )
     def damage_file(self, which: int, at: int, flip: int) -> None:
         if files := self.stage.files():
             damage(files[which % len(files)], at, flip)
@@ -133,19 +140,19 @@ class Storm:
             "idle",
             "kill",
         ]
-        weights = [30, 60, 40, 20, 8, 6, 30, 4, 0.2, 0.5, 1, 1.5, 0.3]
+        weights = [30, 60, 40, 20, 4, 2, 30, 2, 0.1, 0.3, 2, 1, 0.3]
         for name in self.rng.choices(names, weights, k=num):
             getattr(self, name)()
 
     def add(self) -> None:
         rng, name = self.rng, str(self.num_requests)
         self.num_requests += 1
-        prompt = BASE[: rng.randrange(len(BASE) + 1)] + [rng.randrange(3) for _ in range(rng.randrange(6))]
-        marks = rng.choice([(), (), ((4, 9.0),), ((4, 50.0), (16, 20.0))])
+        prompt = [*make_prompt(rng.choice([3, 8, 16, 24, 28]), rng.randrange(5)), rng.randrange(3)]
+        marks = rng.choice([(), ((4, 9.0),), ((16, 500.0),), ((4, 50.0), (len(prompt), 200.0))])
         with contextlib.suppress(CapacityError):
             self.loop.add(
                 make_request(
-                    name, prompt or [0], max_tokens=rng.randrange(1, 8), n=rng.choice([1, 1, 1, 2, 3]), marks=marks,
+                    name, prompt, max_tokens=rng.randrange(1, 8), n=rng.choice([1, 1, 1, 2, 3]), marks=marks,
                     salt=rng.choice(["", "", "x"]), seed=rng.randrange(3), ignore_eos=True,
                 )
             )  # fmt: skip
@@ -164,7 +171,7 @@ class Storm:
 
     def save(self) -> None:
         ttl_s = self.rng.choice([None, 10.0])
-        self.loop.scheduler.save(make_request("saved", BASE[: self.rng.randrange(1, 17)]), ttl_s)
+        self.loop.scheduler.save(make_request("saved", make_prompt(24, self.rng.randrange(5))), ttl_s)
 
     def clear(self) -> None:
         self.loop.scheduler.clear_cache()
@@ -174,7 +181,8 @@ class Storm:
 
     def damage(self) -> None:
         if files := self.stage.files():
-            damage(self.rng.choice(files), self.rng.randrange(4000), self.rng.choice([0, 1, 64]))
+            at = self.rng.choice([self.rng.randrange(4000), HEADER_BYTES + self.rng.randrange(32)])  # often in its K/V
+            damage(self.rng.choice(files), at, self.rng.choice([0, 1, 64, 64]))
 
     def idle(self) -> None:
         """All that runs ends: every page came back, every output is right."""
@@ -205,10 +213,10 @@ class Storm:
         """A new process with other sizes, on the same folder; of pages of other sizes it knows nothing."""
         rng = self.rng
         config = small_config(
-            max_len=36, num_pages=rng.choice([10, 14, 24]), max_rows=rng.choice([2, 4]), page_size=4,
+            max_len=36, num_pages=rng.choice([10, 10, 12, 14]), max_rows=rng.choice([2, 4]), page_size=4,
             token_budget=rng.choice([8, 24]), eviction=rng.choice(["lru", "cost"]), num_shards=rng.choice([1, 1, 2]),
             tiers=tiers(
-                host_pages=rng.choice([0, 2, 8]), disk_pages=rng.choice([3, 12, 40]),
+                host_pages=rng.choice([0, 2, 4, 8]), disk_pages=rng.choice([3, 12, 40]),
                 max_outgoing=rng.choice([2, 50]), max_staged=9, demote=rng.choice(["retained", "all"]),
             ),
         )  # fmt: skip
