@@ -79,7 +79,7 @@ def encode_header(key: bytes, note: PageNote, page: PageFormat) -> bytes:
         "parent": note.parent.hex(),
         "index": note.index,
         "ttl_s": note.ttl_s,
-        "model": page.model[:MAX_NAME],
+        "model": page.model.encode("ascii", "backslashreplace").decode()[-MAX_NAME:],
     }
     text = json.dumps(header).encode()
     assert len(text) <= HEADER_BYTES - len(MAGIC), len(text)

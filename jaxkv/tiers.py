@@ -271,10 +271,10 @@ class PageTiers:
         if key in self._outgoing:
             self._outgoing[key] = _longer(self._outgoing[key], ttl_s)
             return True
-        if not self._may_go_out(for_kept=True):
-            return False
-        if key not in self.host and not self._has_landed(key):
-            assert at is not None, "neither on the device nor below"
+        is_here = key in self.host or self._has_landed(key)
+        if (at is None and not is_here) or not self._may_go_out(for_kept=True):
+            return False  # or it made room for a page saved just before
+        if not is_here:
             self._emit(MoveKind.DOWN, key, at)
         self._links[key] = link
         self._send_out(key, ttl_s)

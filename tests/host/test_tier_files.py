@@ -1,0 +1,153 @@
+"""Page files: no byte that is not as it was written is ever used."""
+
+import logging
+import os
+import time
+
+import numpy as np
+import pytest
+
+from jaxkv.plan import PageNote
+from jaxkv.tier_files import (
+    ABANDONED_S,
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    PageFileError,
+    PageFolder,
+    PageFormat,
+)
+from jaxkv.tiers import OnDisk
+
+ROOT, KEY, PARENT = b"r" * 32, b"k" * 32, b"p" * 32
+NOTE = PageNote(PARENT, 3, 60.0)
+
+
+def make_format(**changes) -> PageFormat:
+    fields = dict(root=ROOT, model="tiny", kv_dtype="float32", shape=(2, 2, 1, 4, 2), bits=np.dtype("<u4"))
+    return PageFormat(**(fields | changes))
+
+
+def make_kv(page: PageFormat, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**31, page.shape).astype(page.bits)
+
+
+@pytest.fixture
+def folder(tmp_path) -> PageFolder:
+    return PageFolder(tmp_path / "cache", make_format())
+
+
+def test_what_is_written_is_read_and_found_by_others(folder: PageFolder):
+    kv = make_kv(folder.page)
+    folder.write(KEY, NOTE, kv)
+    np.testing.assert_array_equal(folder.read(KEY), kv)
+    assert folder.path(KEY).stat().st_size == folder.page.file_bytes == HEADER_BYTES + kv.nbytes + DIGEST_BYTES
+    ((key, ttl_s, age_s),) = PageFolder(folder.folder.parent, make_format()).scan()
+    assert (key, ttl_s) == (KEY, 60.0) and age_s < 60
+    assert folder.folder.stat().st_mode & 0o77 == 0, "others may not read what prompts said"
+
+
+def test_every_flipped_byte_and_every_truncation_is_seen(folder: PageFolder, caplog):
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    path = folder.path(KEY)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(PageFileError):
+            folder.read(KEY)
+        folder.scan()  # by headers; never raises
+        path.write_bytes(whole[:at])
+        with pytest.raises(PageFileError):
+            folder.read(KEY)
+        assert folder.scan() == []
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(PageFileError, match="bytes, not"):
+        folder.read(KEY)
+    path.write_bytes(whole)
+    np.testing.assert_array_equal(folder.read(KEY), make_kv(folder.page))
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1, "one warning"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"root": b"s" * 32}, "its root is"),
+        ({"kv_dtype": "bfloat16"}, "its kv_dtype is"),
+        ({"shape": (2, 2, 2, 2, 2)}, "its shape is"),
+    ],
+)
+def test_files_of_another_kind_are_not_used(folder: PageFolder, tmp_path, change: dict, reason: str, caplog):
+    """Under the right name, whole, and with a right checksum."""
+    other = PageFolder(tmp_path / "other", make_format(**change))
+    other.write(KEY, NOTE, make_kv(other.page))
+    folder.folder.mkdir(parents=True)
+    folder.path(KEY).write_bytes(other.path(KEY).read_bytes())
+    with pytest.raises(PageFileError, match=reason):
+        folder.read(KEY)
+    assert folder.scan() == [] and reason in caplog.text
+
+
+def test_a_file_under_another_pages_name_is_not_used(folder: PageFolder):
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    os.rename(folder.path(KEY), folder.path(PARENT))
+    with pytest.raises(PageFileError, match="its name is not its key"):
+        folder.read(PARENT)
+    assert folder.scan() == []
+
+
+def test_an_older_version_is_said_to_be_one(folder: PageFolder):
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    data = folder.path(KEY).read_bytes()
+    folder.path(KEY).write_bytes(MAGIC[:-1] + b"\0" + data[len(MAGIC) :])
+    with pytest.raises(PageFileError, match="another version"):
+        folder.read(KEY)
+
+
+def test_half_written_files_are_not_seen_and_go_when_they_are_old(folder: PageFolder):
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    young, old = folder.folder / ".writing-young", folder.folder / ".writing-old"
+    for path in (young, old):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - ABANDONED_S - 1,) * 2)
+    assert [page.key for page in folder.scan()] == [KEY]
+    assert young.exists() and not old.exists()
+
+
+def test_a_write_that_fails_leaves_nothing(folder: PageFolder, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder.write(KEY, NOTE, make_kv(folder.page))
+    assert list(folder.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_empty_and_one_that_is_a_file_is_said(folder: PageFolder, tmp_path, caplog):
+    assert folder.scan() == []
+    (tmp_path / "cache").write_text("a file")
+    assert folder.scan() == []
+    assert "Not a directory" in caplog.text
+    with pytest.raises(OSError):  # noqa: PT011 (any will do)
+        folder.write(KEY, NOTE, make_kv(folder.page))
+
+
+def test_reading_counts_as_use(folder: PageFolder):
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    os.utime(folder.path(KEY), (1, 1))
+    assert folder.scan()[0].age_s > 1e6
+    folder.read(KEY)
+    assert folder.scan()[0] == OnDisk(KEY, 60.0, pytest.approx(0, abs=60))
+
+
+def test_a_file_that_is_gone_is_no_warning(folder: PageFolder, caplog):
+    with pytest.raises(PageFileError, match="is gone"):
+        folder.read(KEY)
+    folder.unlink(KEY)
+    assert not caplog.records
+
+
+def test_a_long_model_name_fits_the_header(tmp_path):
+    folder = PageFolder(tmp_path, make_format(model="/ö" * 100))
+    folder.write(KEY, NOTE, make_kv(folder.page))
+    np.testing.assert_array_equal(folder.read(KEY), make_kv(folder.page))
