@@ -1,4 +1,5 @@
-"""`jaxkv cache`: what the prefix cache does. `explain` says why one prompt cannot reuse another."""
+"""`jaxkv cache`: what the prefix cache does. `explain` says why one prompt cannot reuse another; `ls`, `rm` and `verify` look
+after what `cache_dir` holds."""
 
 import argparse
 import contextlib
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.cli import cache_files
 from jaxkv.cli.options import add_verbose_option
 from jaxkv.errors import CheckpointError, RequestError
 
@@ -33,7 +35,7 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
-        "cache", help="why a prompt missed the prefix cache", description=__doc__, allow_abbrev=False
+        "cache", help="why a prompt missed the prefix cache; its files", description=__doc__, allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain = commands.add_parser(
@@ -51,6 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_verbose_option(explain)
     explain.set_defaults(run=run_explain)
+    cache_files.add_commands(commands)
 
 
 def run_explain(args: argparse.Namespace) -> int:

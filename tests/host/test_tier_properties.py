@@ -42,8 +42,8 @@ def tiered(draw: st.DrawFn) -> SchedulerConfig:
 def damage(path: Path, at: int, flip: int) -> None:
     """Flips bits of one byte, or cuts the file there."""
     data = bytearray(path.read_bytes())
-    at %= len(data)
-    if flip:
+    at %= max(len(data), 1)
+    if flip and data:
         data[at] ^= flip
     path.write_bytes(data if flip else data[:at])
 
