@@ -241,7 +241,7 @@ def test_a_device_that_loses_pages_on_the_way_loses_nothing_else(tmp_path, caplo
         def result(self):
             raise RuntimeError("gone")
 
-    loop.runner.read_pages = lambda pages: Lost()
+    loop.runner.read_pages = lambda pages: Lost()  # type: ignore[method-assign, assignment, return-value]
     big(loop, 1)
     assert "lost on the way from the device: gone" in caplog.text
     check_bytes(loop)
