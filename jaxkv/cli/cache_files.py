@@ -5,11 +5,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxkv.cli.options import add_verbose_option
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.kv_math import format_bytes
-from jaxkv.page_listing import PageFile, needed_by, older_than, prefixes, scan, verify
+
+if TYPE_CHECKING:
+    from jaxkv.page_listing import PageFile
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -37,6 +40,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run_ls(args: argparse.Namespace) -> int:
     """Prints a line for each prefix."""
+    from jaxkv.page_listing import prefixes, scan  # which needs numpy
+
     pages, bad = scan(_folder(args.folder))
     now_s = time.time()
     rows = [prefix.to_json(now_s) for prefix in prefixes(pages)]
@@ -62,6 +67,8 @@ def run_rm(args: argparse.Namespace) -> int:
     Raises:
         RequestError: the key is too short or names nothing.
     """
+    from jaxkv.page_listing import older_than, scan, verify  # which needs numpy
+
     pages, bad = scan(_folder(args.folder))
     if args.damaged:
         gone = [path for path, _ in bad] + [page.path for page in pages if verify(page) is not None]
@@ -85,6 +92,8 @@ def run_rm(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Checks every file; the exit status is 1 if one is damaged."""
+    from jaxkv.page_listing import scan, verify  # which needs numpy
+
     pages, bad = scan(_folder(args.folder))
     bad += [(page.path, reason) for page in pages if (reason := verify(page)) is not None]
     for path, reason in bad:
@@ -94,7 +103,9 @@ def run_verify(args: argparse.Namespace) -> int:
     return int(bool(bad))
 
 
-def _named(pages: list[PageFile], key: str) -> list[PageFile]:
+def _named(pages: "list[PageFile]", key: str) -> "list[PageFile]":
+    from jaxkv.page_listing import needed_by  # which needs numpy
+
     if len(key) < 8:
         raise RequestError(f"--key {key!r} is shorter than 8 digits; `jaxkv cache ls` prints them")
     found = needed_by(pages, key)
