@@ -17,8 +17,8 @@ from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.intake import Intake
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import LlamaConfig
 from jaxkv.models.registry import Family
 from jaxkv.program_cache import ProgramCache
 from jaxkv.runner import Runner
@@ -47,7 +47,7 @@ def build_engine(
     mesh = sharding.make_mesh(tensor, data)
     source = open_model(model)
     family, geometry = model_config(source)
-    geometry = copy_kv_heads(geometry, tensor)
+    geometry = copy_kv_heads(geometry.for_len(config.max_len), tensor)
     backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
     np_dtype = _resolve_dtype(dtype, source, backend)
     module = load_model(
@@ -58,9 +58,7 @@ def build_engine(
     tokenizer = _load_tokenizer(source)
     namespace = _namespace(source, geometry, resolved, np_dtype)
     scheduler = Scheduler(resolved.scheduler, namespace)
-    runner = Runner.build(
-        module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim, cache=programs
-    )
+    runner = Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, cache=programs)
     store = _open_tiers(config, str(model), namespace, scheduler, runner)
     engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, store=store)
     return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
@@ -80,10 +78,10 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
     return np.dtype(names[dtype])
 
 
-def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
+def _program_cache(family: Family, geometry: ModelConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
     pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
     facts = (
-        family.name, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
+        family.name, family.revision, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
         config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
     )  # fmt: skip
     return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
@@ -121,12 +119,12 @@ def _open_tiers(config: EngineConfig, model: str, namespace: bytes, scheduler: S
     return TierStore(folder)
 
 
-def _namespace(source: ModelSource, geometry: LlamaConfig, resolved: Resolved, dtype: np.dtype) -> bytes:
+def _namespace(source: ModelSource, geometry: ModelConfig, resolved: Resolved, dtype: np.dtype) -> bytes:
     """The activations' dtype counts: pages outlive the process, and rounded ones differ."""
     pool = resolved.pool
     return prefix_cache.namespace(
         model=f"{source.digest} {dtype.name}",
         kv_dtype=pool.dtype.name,
         page_size=pool.page_size,
-        rope=repr(geometry.rope),
+        rope=repr(geometry.ropes),
     )

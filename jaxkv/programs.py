@@ -12,7 +12,6 @@ E embed, H query heads, K KV heads, D head dim, V vocabulary.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -35,7 +34,6 @@ class StepShape:
     page_size: int
     query_tile: int
     max_steps: int  # most decode steps of one call
-    scale: float  # attention scale
 
 
 @jax.tree_util.register_dataclass
@@ -144,16 +142,24 @@ def _logits(model: Any, hidden: jax.Array) -> jax.Array:
 def _attend(parts: tuple[Tiles, ...], shape: StepShape, ops: Backend) -> Attend:
     """Attention for tokens that are the parts' tokens, one part after the other; the kernel sees local heads only."""
     heads, pages = sharding.spec(None, "kv_heads"), sharding.spec(None, *kv_pool.AXES[1:])
-    kernel = sharding.on_tensor_shards(
-        functools.partial(ops.paged_attention, scale=shape.scale),
-        in_specs=(heads, heads, heads, pages, P(), P()),
-        out_specs=(heads, pages),
-    )
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
+        layer: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pool: jax.Array,
+        *,
+        scale: float,
+        window: jax.Array | int | None,
+        soft_cap: float | None,
     ) -> tuple[jax.Array, jax.Array]:
-        return kernel(q, k, v, pool, parts, layer * shape.num_pages)
+        def kernel(*args: Any) -> tuple[jax.Array, jax.Array]:
+            return ops.paged_attention(*args[:-1], scale=scale, window=args[-1], soft_cap=soft_cap)
+
+        in_specs = (heads, heads, heads, pages, P(), P(), P())
+        run = sharding.on_tensor_shards(kernel, in_specs, out_specs=(heads, pages))
+        return run(q, k, v, pool, parts, layer * shape.num_pages, window)
 
     return attend
 

@@ -65,19 +65,17 @@ class Runner:
         max_len: int,
         max_steps: int,
         vocab_size: int,
-        scale: float,
         cache: ProgramCache | None = None,
     ):
         """
         Args:
-            model: module with placed parameters; `hidden` and `logits` as in `models.llama`.
+            model: module with placed parameters; `hidden` and `logits` as in `models.decoder`.
             pool_spec: geometry of the pool.
             mesh: `(data, tensor)`.
             max_rows: rows that run at once; the mesh's data shards share them evenly.
             max_len: tokens a row may hold.
             max_steps: most decode steps of one plan.
             vocab_size: width of the logits.
-            scale: attention scale.
             cache: where step programs are kept between processes.
 
         Raises:
@@ -93,7 +91,7 @@ class Runner:
         self._wants_logprobs = np.zeros(max_rows, bool)  # by row
         self._programs = StepPrograms(
             model, pool_spec, mesh, backend,
-            max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size, scale=scale,
+            max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size,
         )  # fmt: skip
         if cache is not None:
             self._programs.keep_in(cache)
@@ -107,10 +105,9 @@ class Runner:
         mesh: Mesh,
         *,
         vocab_size: int,
-        head_dim: int,
         cache: ProgramCache | None = None,
     ) -> "Runner":
-        """A runner with the resolved numbers; the attention scale is 1 / sqrt(head_dim)."""
+        """A runner with the resolved numbers."""
         config = resolved.scheduler
         return cls(
             model,
@@ -122,7 +119,6 @@ class Runner:
             max_len=config.max_len,
             max_steps=config.decode_steps,
             vocab_size=vocab_size,
-            scale=head_dim**-0.5,
             cache=cache,
         )
 

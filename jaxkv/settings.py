@@ -11,7 +11,7 @@ from jaxkv.batch import Buckets, make_buckets
 from jaxkv.config import DEMOTIONS, EVICTIONS, SchedulerConfig, TierConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
-from jaxkv.models.llama import LlamaConfig
+from jaxkv.models.config import ModelConfig
 from jaxkv.ops import Backend
 from jaxkv.sharding import DATA, TENSOR
 
@@ -122,7 +122,7 @@ class Resolved:
     backend: Backend  # with the query tile that fits the token budget
 
 
-def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Mesh, backend: Backend) -> Resolved:
+def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Mesh, backend: Backend) -> Resolved:
     """Chooses everything that was left open.
 
     Raises:
@@ -194,14 +194,15 @@ def resolve(config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, mesh: Me
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
 
 
-def _attention_len(model: LlamaConfig) -> int:
+def _attention_len(model: ModelConfig) -> int:
     """Tokens of context at which attention takes as many operations as a layer's weights: 2 a weight, 4 H D a token."""
-    num_weights = model.embed * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.ffn)
+    ffn = model.ffn * (model.experts.per_token if model.experts else 1)  # what a token is computed with
+    num_weights = model.embed * (2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * ffn)
     return max(num_weights // (2 * model.num_heads * model.head_dim), 1)
 
 
 def _shapes(
-    config: EngineConfig, model: LlamaConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype, mesh: Mesh, max_len: int
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, kv_dtype: jnp.dtype, mesh: Mesh, max_len: int
 ) -> ops.Shapes:
     """What one device's kernels work on."""
     tensor = mesh.shape[TENSOR]

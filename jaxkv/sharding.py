@@ -24,6 +24,7 @@ RULES: dict[str | None, str | None] = {
     "kv_heads": TENSOR,
     "ffn": TENSOR,
     "vocab": TENSOR,
+    "experts": TENSOR,
     "layers": None,
     None: None,
 }
@@ -71,6 +72,21 @@ def on_data_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_
 def on_tensor_shards(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`function` on each tensor shard's part of the arguments, within `on_data_shards`; it must need no other part."""
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+
+
+def sum_over_tensor_shards(function: Callable[..., jax.Array], num_split: int) -> Callable[..., jax.Array]:
+    """The sum of `function` over the tensor shards; each gets its part of the first `num_split` arguments' first axes.
+
+    Outside a mesh there is one shard.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+
+    def run(*args: jax.Array) -> jax.Array:
+        specs = tuple(P(TENSOR) if i < num_split else P() for i in range(len(args)))
+        return on_tensor_shards(lambda *args: jax.lax.psum(function(*args), TENSOR), specs, P())(*args)
+
+    return run
 
 
 def any_data_shard(flag: jax.Array) -> jax.Array:

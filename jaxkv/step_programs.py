@@ -39,21 +39,19 @@ class StepPrograms:
         max_len: int,
         max_steps: int,
         vocab_size: int,
-        scale: float,
     ):
         """
         Args:
-            model: `hidden` and `logits` as in `models.llama`; only the structure of its parameters is used.
+            model: `hidden` and `logits` as in `models.decoder`; only the structure of its parameters is used.
             max_rows: rows that run at once, over all data shards.
             max_len: tokens a row may hold.
             max_steps: most decode steps of one call.
             vocab_size: width of the logits.
-            scale: attention scale.
         """
         self.num_traces: collections.Counter[str] = collections.Counter()
         graph, params = nnx.split(model)
         tree = jax.tree.structure(params)
-        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps, scale)
+        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps)
 
         def with_model(program: Callable[..., Any]) -> Callable[..., Any]:
             def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: jax.Array) -> Any:

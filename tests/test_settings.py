@@ -8,7 +8,7 @@ import pytest
 from jaxkv import kv_pool, ops, sharding
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
-from jaxkv.models.layers import Rope
+from jaxkv.models.rope import Rope
 from jaxkv.settings import EngineConfig, resolve
 from tests import tiny
 

@@ -28,7 +28,8 @@ from jaxkv.catalog import open_model
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.errors import ConfigError
 from jaxkv.kv_math import format_bytes
-from jaxkv.models.llama import LlamaConfig
+from jaxkv.models import layers
+from jaxkv.models.config import ModelConfig
 from jaxkv.request import SamplingParams
 
 _POINTS = 8  # context lengths at which (a) is timed: each is a program of its own
@@ -55,7 +56,7 @@ def bench(args: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
     family, cfg = model_config(source)
     model = load_model(source, family, cfg, dtype=dtype, mesh=sharding.make_mesh(1), per_layer=True)
     curves["contiguous"] = _contiguous(model, cfg, dtype, workload.prompts[0], args.output_len, max_len)
-    curves["recompute"] = _recompute(model, cfg, workload.prompts[0], args.output_len)
+    curves["recompute"] = _recompute(model, workload.prompts[0], args.output_len)
     result |= {"max_len": max_len, "curves": curves}
     if args.out:
         _plot(curves, args.out, f"{result['model']}, {result['dtype']}, {result['device']}")
@@ -82,12 +83,12 @@ def _paged(llm: LLM, prompt: tuple[int, ...], output_len: int) -> list[dict[str,
 
 
 def _contiguous(
-    model: nnx.Module, cfg: LlamaConfig, dtype: np.dtype, prompt: tuple[int, ...], output_len: int, max_len: int
+    model: nnx.Module, cfg: ModelConfig, dtype: np.dtype, prompt: tuple[int, ...], output_len: int, max_len: int
 ) -> list[dict[str, Any]]:
     """One token a step over a cache `[L, 2, max_len, K, D]` that is donated from step to step."""
     cache = jnp.zeros((cfg.num_layers, 2, max_len, cfg.num_kv_heads, cfg.head_dim), dtype)
     cache_bytes = cache.nbytes
-    step = _jit_with(model, functools.partial(_contiguous_step, scale=cfg.head_dim**-0.5), donate=True)
+    step = _jit_with(model, _contiguous_step, donate=True)
     token = np.int32(prompt[0])
     points = []
     for position in range(len(prompt) + output_len - 1):
@@ -101,25 +102,24 @@ def _contiguous(
 
 
 def _contiguous_step(
-    model: Any, token: jax.Array, position: jax.Array, cache: jax.Array, *, scale: float
+    model: Any, token: jax.Array, position: jax.Array, cache: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def attend(layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array):
+    def attend(layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, **scores: Any):
         new = jnp.stack([k, v])[None]  # [1, 2, 1, K, D]
         cache = jax.lax.dynamic_update_slice(cache, new, (layer, 0, position, 0, 0))
         keys, values = cache[layer]
-        return _attention(q, keys, values, position[None], scale), cache
+        return _attention(q, keys, values, position[None], **scores), cache
 
     hidden, cache = model.hidden(token[None], position[None], cache, attend)
     return jnp.argmax(model.logits(hidden)[0]).astype(jnp.int32), cache
 
 
-def _recompute(model: nnx.Module, cfg: LlamaConfig, prompt: tuple[int, ...], output_len: int) -> list[dict[str, Any]]:
+def _recompute(model: nnx.Module, prompt: tuple[int, ...], output_len: int) -> list[dict[str, Any]]:
     """The whole sequence for each token, at a few lengths."""
-    scale = cfg.head_dim**-0.5
     tokens = np.resize(np.asarray(prompt, np.int32), len(prompt) + output_len)
     points = []
     for length in np.unique(np.linspace(len(prompt) + 1, len(tokens), _POINTS, dtype=int)).tolist():
-        step = _jit_with(model, functools.partial(_recompute_step, scale=scale))
+        step = _jit_with(model, _recompute_step)
         ids = jnp.asarray(tokens[:length])
         step(ids).block_until_ready()
         times = []
@@ -131,11 +131,11 @@ def _recompute(model: nnx.Module, cfg: LlamaConfig, prompt: tuple[int, ...], out
     return points
 
 
-def _recompute_step(model: Any, tokens: jax.Array, *, scale: float) -> jax.Array:
+def _recompute_step(model: Any, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
-    def attend(layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any):
-        return _attention(q, k, v, positions, scale), cache
+    def attend(layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, **scores: Any):
+        return _attention(q, k, v, positions, **scores), cache
 
     hidden, _ = model.hidden(tokens, positions, (), attend)
     return jnp.argmax(model.logits(hidden[-1:])[0])
@@ -146,14 +146,19 @@ def _attention(
     keys: jax.Array,  # [S, K, D]
     values: jax.Array,  # [S, K, D]
     positions: jax.Array,  # int32 [T]
+    *,
     scale: float,
+    window: jax.Array | int | None,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Plain causal attention, [T, H, D]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("tkgd,skd->kgts", grouped, keys, preferred_element_type=jnp.float32) * scale
-    visible = jnp.arange(keys.shape[0])[None, :] <= positions[:, None]
+    scores = layers.soft_cap(scores, soft_cap)
+    distance = positions[:, None] - jnp.arange(keys.shape[0])[None, :]
+    visible = (distance >= 0) & (distance < (keys.shape[0] if window is None else window))
     weights = jax.nn.softmax(jnp.where(visible[None, None], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("kgts,skd->tkgd", weights.astype(values.dtype), values)
     return out.reshape(num_tokens, num_heads, head_dim)

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxkv import kv_pool, ops, sharding
 from jaxkv.capacity import hlo, traffic
 from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import LlamaConfig
 from jaxkv.models.registry import find_family
 from jaxkv.settings import EngineConfig, resolve
 from jaxkv.step_programs import StepPrograms
@@ -70,7 +70,9 @@ class AbstractEngine:
             ConfigError: the mesh does not divide the model, or settings contradict each other.
         """
         family = find_family(config)
-        self.geometry: LlamaConfig = copy_kv_heads(family.config_from_hf(config), mesh.shape[sharding.TENSOR])
+        self.geometry: ModelConfig = copy_kv_heads(
+            family.config_from_hf(config).for_len(engine.max_len), mesh.shape[sharding.TENSOR]
+        )
         self.mesh, self.dtype = mesh, jnp.dtype(dtype)
         device = mesh.devices.flat[0]
         backend = ops.select(device.platform, device.device_kind)
@@ -80,7 +82,7 @@ class AbstractEngine:
         self.programs = StepPrograms(
             model, self.resolved.pool, mesh, self.resolved.backend,
             max_rows=scheduler.max_rows, max_len=scheduler.max_len, max_steps=scheduler.decode_steps,
-            vocab_size=self.geometry.vocab_size, scale=self.geometry.head_dim**-0.5,
+            vocab_size=self.geometry.vocab_size,
         )  # fmt: skip
         variables = jax.tree.leaves(nnx.split(model)[1], is_leaf=lambda x: isinstance(x, nnx.Variable))
         self.params = [self._placed(v, sharding.named(mesh, v.logical_axes)) for v in variables]

@@ -11,8 +11,8 @@ import dataclasses
 
 from jaxkv.capacity.chips import Chip
 from jaxkv.errors import ConfigError
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Work:
 class Layout:
     """A model over a mesh."""
 
-    cfg: LlamaConfig  # with copies of KV heads where `tensor` exceeds their number
+    cfg: ModelConfig  # with copies of KV heads where `tensor` exceeds their number
     tensor: int
     data: int
     dtype_bytes: int
@@ -100,7 +100,7 @@ class Layout:
         return 2 * self.cfg.num_layers * rows * self.cfg.embed * self.dtype_bytes * share
 
 
-def tensor_sizes(cfg: LlamaConfig, most: int) -> list[int]:
+def tensor_sizes(cfg: ModelConfig, most: int) -> list[int]:
     """Numbers of devices, up to `most`, over which the model can be split."""
     sizes = []
     for tensor in range(1, most + 1):

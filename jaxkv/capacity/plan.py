@@ -25,8 +25,8 @@ from jaxkv.capacity.report import (
 )
 from jaxkv.capacity.topology import Topology
 from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import LlamaConfig
 from jaxkv.models.registry import find_family
 from jaxkv.ops import XLA
 from jaxkv.settings import KV_DTYPES, EngineConfig
@@ -222,7 +222,7 @@ class _Planner:
         return tuple(found or ([larger] if larger else []))
 
 
-def mesh_sizes(question: Question, cfg: LlamaConfig) -> tuple[int, int]:
+def mesh_sizes(question: Question, cfg: ModelConfig) -> tuple[int, int]:
     """(tensor, data): what was asked for, else all devices, as many of them for `tensor` as need no copies of KV heads.
 
     Raises:

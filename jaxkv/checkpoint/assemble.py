@@ -69,13 +69,17 @@ class TensorReader:
             yield jax.make_array_from_callback(piece.shape, piece.sharding, host.__getitem__)
 
     def _assemble(self, piece: Piece) -> np.ndarray:
-        """The piece on the host: `piece[part.where] = tensor.reshape(part.view)` for each part."""
+        """The piece on the host: `piece[part.where] = tensor[rows].reshape(part.view)` for each part."""
         parts = self._weights.params[piece.path]
         if parts[0].where == ():
             return self._source.read(parts[0].name.format(layer=piece.layer), piece.dtype).reshape(parts[0].view)
         out = aligned_empty(piece.shape, piece.dtype)
+        name, tensor = "", np.empty(0)
         for part in parts:
-            out[part.where] = self._source.read(part.name.format(layer=piece.layer), piece.dtype).reshape(part.view)
+            if part.name != name:  # fused tensors are read once
+                name, tensor = part.name, self._source.read(part.name.format(layer=piece.layer), piece.dtype)
+            taken = tensor if part.rows is None else tensor[slice(*part.rows)]
+            out[part.where] = taken.reshape(part.view)
         return out
 
 

@@ -119,6 +119,8 @@ def _rope(values: Mapping[str, Any], factors: np.ndarray | None) -> dict[str, An
     base = {"rope_theta": float(_get(values, "rope.freq_base", 10000.0))}
     factor = values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0
     kind = values.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise CheckpointError(f"GGUF key rope.scaling.type={kind!r} is not supported; supported: 'none', 'linear'")
     is_scaled = kind not in ("none", "linear") or (kind == "linear" and factor != 1.0)
     if factors is not None and (factors != 1).any():
         if is_scaled:

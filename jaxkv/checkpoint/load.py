@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxkv.checkpoint.pieces import Piece, is_stacked, piece_name
 from jaxkv.checkpoint.source import ModelSource
 from jaxkv.errors import CheckpointError, ConfigError
-from jaxkv.models.llama import LlamaConfig
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.registry import Family, find_family
 from jaxkv.progress import Progress
 from jaxkv.sharding import RULES, named
 
 
-def model_config(source: ModelSource) -> tuple[Family, LlamaConfig]:
+def model_config(source: ModelSource) -> tuple[Family, ModelConfig]:
     """The family and the geometry of a source.
 
     Raises:
@@ -41,7 +41,7 @@ def model_config(source: ModelSource) -> tuple[Family, LlamaConfig]:
 def load_model(
     source: ModelSource,
     family: Family,
-    cfg: LlamaConfig,
+    cfg: ModelConfig,
     *,
     dtype: np.dtype,
     mesh: Mesh,

@@ -15,7 +15,8 @@ _HARMLESS_FIELDS = """
 architectures model_type name_or_path torch_dtype dtype use_cache is_decoder is_llama_config auto_map
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
 initializer_range attention_dropout hidden_dropout embd_dropout resid_dropout resid_pdrop embd_pdrop attn_pdrop
-output_hidden_states output_attentions output_scores output_router_logits return_dict return_dict_in_generate
+output_hidden_states output_attentions output_scores output_router_logits router_aux_loss_coef router_jitter_noise
+return_dict return_dict_in_generate
 torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
 finetuning_task problem_type id2label label2id task_specific_params
 max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
@@ -41,6 +42,10 @@ class HfConfig:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there, be it null."""
+        return name in self._values
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """The field's value as it stands; `default` if it is absent or null."""

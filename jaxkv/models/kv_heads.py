@@ -7,15 +7,16 @@ Axis letters: H query heads, K KV heads of the checkpoint, C copies of each, G =
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.errors import ConfigError
-from jaxkv.models.llama import LlamaConfig
+from jaxkv.models.config import ModelConfig
 
 
-def copy_kv_heads(cfg: LlamaConfig, tensor: int) -> LlamaConfig:
+def copy_kv_heads(cfg: ModelConfig, tensor: int) -> ModelConfig:
     """The geometry in which `tensor` shards have the same number of KV heads each.
 
     Raises:
@@ -46,3 +47,23 @@ def copy_qkv(stored: jax.Array, copies: int) -> jax.Array:
 def regroup_out(stored: jax.Array, copies: int) -> jax.Array:
     """`[E, K, G * D]` -> `[E, K * C, G / C * D]`: the same numbers."""
     return stored.reshape(stored.shape[0], stored.shape[1] * copies, -1)
+
+
+def copy_norm(stored: jax.Array, copies: int) -> jax.Array:
+    """`[K, D]` -> `[K * C, D]`: of keys, over all heads; copies do not change the mean of the squares."""
+    return jnp.repeat(stored, copies, axis=0) if stored.ndim == 2 else stored
+
+
+def regroup_norm(stored: jax.Array, copies: int) -> jax.Array:
+    """`[K, G, D]` -> `[K * C, G / C, D]`: of queries, over all heads."""
+    return stored.reshape(stored.shape[0] * copies, -1, stored.shape[2]) if stored.ndim == 3 else stored
+
+
+# What becomes of the parameters of `decoder.DecoderLayer`, by path.
+COPY_HEADS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
+    "layers/qkv": copy_qkv,
+    "layers/qkv_bias": copy_qkv,
+    "layers/out": regroup_out,
+    "layers/q_norm": regroup_norm,
+    "layers/k_norm": copy_norm,
+}

@@ -6,7 +6,6 @@ Weights are stored `[out, in]`, the layout checkpoints use, so that loading copi
 bf16 twice as fast in this layout and XLA:TPU picks its own.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -27,6 +26,10 @@ class Attend(Protocol):
         k: jax.Array,  # [T, K, D], rotated
         v: jax.Array,  # [T, K, D]
         pool: Any,
+        *,
+        scale: float,  # of the scores `q . k`
+        window: jax.Array | int | None,  # int32 []: keys that a token sees, its own included; None: all
+        soft_cap: float | None,  # of the scores
     ) -> tuple[jax.Array, Any]:  # [T, H, D], pool
         ...
 
@@ -56,10 +59,6 @@ class PerLayer:
         assert key is Ellipsis
         return self
 
-    def apply(self, function: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-        """`function(array of this layer, *args)`."""
-        return jax.lax.switch(self.layer, [functools.partial(function, array) for array in self.arrays], *args)
-
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         return (self.arrays, self.layer), None
 
@@ -71,9 +70,18 @@ class PerLayer:
 Weight = jax.Array | PerLayer
 
 
+def apply(function: Callable[..., jax.Array], weights: tuple[Weight, ...], *args: jax.Array) -> jax.Array:
+    """`function(*weights, *args)`; the weights are all `PerLayer` or none is."""
+    if not isinstance(weights[0], PerLayer):
+        return function(*weights, *args)
+    columns = [weight.arrays for weight in weights if isinstance(weight, PerLayer)]
+    branches = [functools.partial(function, *arrays) for arrays in zip(*columns, strict=True)]
+    return jax.lax.switch(weights[0].layer, branches, *args)
+
+
 def read(weight: Weight) -> jax.Array:
     """The array itself: for small parameters."""
-    return weight.apply(lambda array: array) if isinstance(weight, PerLayer) else weight
+    return apply(lambda array: array, (weight,))
 
 
 def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -84,7 +92,7 @@ def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype |
     if isinstance(weight, PerLayer):
         # XLA:CPU multiplies bf16 into float32 twice as fast as into bf16 (SmolLM2's products: 13 against 27 ms for 1-2
         # rows, 20 against 37 ms for 16, with AVX512-BF16).
-        return weight.apply(lambda array, x: _linear_merged(x, array, num_in), x).astype(x.dtype)
+        return apply(lambda array, x: _linear_merged(x, array, num_in), (weight,), x).astype(x.dtype)
     num_out = weight.ndim - num_in
     # The out axes stay as they are: merged, one that is split over devices and not the first would be gathered.
     return jax.lax.dot_general(
@@ -122,58 +130,31 @@ def lookup(table: jax.Array, token_ids: jax.Array, *, as_bits: bool) -> jax.Arra
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(table, jnp.uint16)[token_ids], jnp.bfloat16)
 
 
-def rms_norm(x: jax.Array, weight: Weight, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis in float32 (arXiv:1910.07467). `x [..., E]`, `weight [E]`."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return jnp.expand_dims(read(weight), tuple(range(x.ndim - 1))) * x32.astype(x.dtype)
+def rms_norm(x: jax.Array, weight: Weight, eps: float, *, plus_one: bool = False) -> jax.Array:
+    """Root-mean-square norm in float32 (arXiv:1910.07467) over the last axes of `x`, those that `weight` has.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary embedding (arXiv:2104.09864), rotate-half layout.
-
-    `scaling` follows Hugging Face: `None`, or the `llama3` rule (frequency bands between two wavelengths are
-    interpolated), or `linear`; `factors` are divisors of the frequencies one by one, as GGUF files carry them.
+    Args:
+        plus_one: multiply by 1 + weight, and round after that, as Gemma does.
     """
-
-    head_dim: int
-    base: float = 10000.0
-    kind: str = "default"  # default | linear | llama3 | factors
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only
-    high_freq_factor: float = 4.0  # llama3 only
-    original_max_len: int = 8192  # llama3 only
-    factors: tuple[float, ...] = ()  # factors only: D / 2 numbers
-
-    def inv_freq(self) -> jax.Array:
-        """float32 [D / 2], radians per position."""
-        freq = 1.0 / self.base ** (jnp.arange(0, self.head_dim, 2, dtype=jnp.float32) / self.head_dim)
-        if self.kind == "linear":
-            return freq / self.factor
-        if self.kind == "factors":
-            return freq / jnp.asarray(self.factors, jnp.float32)
-        if self.kind == "llama3":
-            wavelen = 2 * math.pi / freq
-            low, high = self.original_max_len / self.low_freq_factor, self.original_max_len / self.high_freq_factor
-            smooth = (self.original_max_len / wavelen - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            middle = (1 - smooth) * freq / self.factor + smooth * freq
-            return jnp.where(wavelen > low, freq / self.factor, jnp.where(wavelen < high, freq, middle))
-        return freq
-
-    def phases(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos, sin: float32 [T, 1, D / 2] for int32 positions [T]; float32 keeps 128k positions apart."""
-        angle = positions.astype(jnp.float32)[:, None] * self.inv_freq()[None, :]
-        return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    weight = read(weight)
+    axes = tuple(range(x.ndim - weight.ndim, x.ndim))
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=axes, keepdims=True) + eps)
+    weight = jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))
+    if plus_one:
+        return (x32 * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return weight * x32.astype(x.dtype)
 
 
-def rotate(x: jax.Array, phases: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate `x [T, heads, D]` by `phases` from `Rope.phases`, in float32."""
-    cos, sin = phases
-    lo, hi = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([lo * cos - hi * sin, hi * cos + lo * sin], axis=-1).astype(x.dtype)
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(x / cap)` (arXiv:2408.00118); `x` if there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def run_layers(layers: nnx.Module, body: Callable[[Any, jax.Array, Any], Any], carry: Any, num_layers: int) -> Any:

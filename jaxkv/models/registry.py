@@ -1,50 +1,23 @@
 """The model families jaxkv runs, by the names that checkpoints give them."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from flax import nnx
-
 from jaxkv.errors import CheckpointError
-from jaxkv.models.kv_heads import copy_qkv, regroup_out
-from jaxkv.models.llama import Llama, LlamaConfig
-from jaxkv.models.llama_config import llama_config
-from jaxkv.models.llama_weights import llama_weights
-from jaxkv.models.weights import WeightMap
+from jaxkv.models.family import Family as Family
+from jaxkv.models.gemma import GEMMA2, GEMMA3
+from jaxkv.models.granite import GRANITE
+from jaxkv.models.llama import LLAMA, MISTRAL
+from jaxkv.models.mixtral import MIXTRAL
+from jaxkv.models.olmo import OLMO2, OLMOE
+from jaxkv.models.phi3 import PHI3
+from jaxkv.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxkv.models.smollm3 import SMOLLM3
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model file and what it takes to fill it."""
-
-    name: str
-    architectures: tuple[str, ...]  # values of config.json's `architectures`
-    model_types: tuple[str, ...]  # values of config.json's `model_type`
-    config_from_hf: Callable[[Mapping[str, Any]], LlamaConfig]
-    module: Callable[..., nnx.Module]  # (cfg, dtype, per_layer=) -> module
-    weight_map: Callable[[LlamaConfig], WeightMap]  # of the geometry as stored
-    # (parameter as stored, copies) -> parameter, for those that change with `LlamaConfig.kv_copies`, by path
-    copy_heads: Mapping[str, Callable[[jax.Array, int], jax.Array]] = dataclasses.field(hash=False)
-
-    def build(self, cfg: LlamaConfig, dtype: np.dtype, *, per_layer: bool) -> nnx.Module:
-        """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
-        return nnx.eval_shape(lambda: self.module(cfg, dtype, per_layer=per_layer))
-
-
-FAMILIES = (
-    Family(
-        name="llama",
-        architectures=("LlamaForCausalLM", "MistralForCausalLM"),
-        model_types=("llama", "mistral"),
-        config_from_hf=llama_config,
-        module=Llama,
-        weight_map=llama_weights,
-        copy_heads={"layers/qkv": copy_qkv, "layers/qkv_bias": copy_qkv, "layers/out": regroup_out},
-    ),
-)
+# Filled by `register_family`, too.
+FAMILIES = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE, SMOLLM3, MIXTRAL, QWEN3_MOE, OLMOE,
+]  # fmt: skip
 
 
 def find_family(config: Mapping[str, Any]) -> Family:

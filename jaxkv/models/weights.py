@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One tensor and its place in a parameter: `param[where] = tensor.reshape(view)`."""
+    """One tensor, or some of its rows, and its place in a parameter: `param[where] = tensor[rows].reshape(view)`."""
 
     name: str  # of the tensor; "{layer}" stands for the layer's number
     shape: tuple[int, ...]  # as stored
     view: tuple[int, ...]  # as many elements, laid out as the parameter wants them
     where: tuple[int | slice, ...] = ()  # () is the whole parameter
+    rows: tuple[int, int] | None = None  # first and end of those that are taken; None: all
 
 
 def whole(name: str, *shape: int, view: tuple[int, ...] | None = None) -> tuple[Part, ...]:

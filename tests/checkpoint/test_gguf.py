@@ -13,7 +13,7 @@ from jaxkv.checkpoint.gguf import GgufSource
 from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import model_config
 from jaxkv.errors import CheckpointError
-from jaxkv.models.layers import Rope
+from jaxkv.models.rope import Rope
 from tests.checkpoint.tools import BF16, assert_same_params, hf_config, load, params, random_tensors, write_hf
 
 NAMES = {
@@ -173,7 +173,7 @@ def test_rope(keys: dict[str, Any], factors: np.ndarray | None, rope: Rope | str
     extra = {} if factors is None else {"rope_freqs.weight": factors}
     path = write_gguf(tmp_path / "m.gguf", hf_config(), random_tensors(hf_config()), keys=keys, extra=extra)
     _, cfg = model_config(GgufSource(path))
-    assert cfg.rope == (Rope(head_dim=8, kind="linear", factor=4.0) if rope == "linear" else rope)
+    assert cfg.kinds[0].rope == (Rope(head_dim=8, kind="linear", factor=4.0) if rope == "linear" else rope)
 
 
 def test_factors_of_llama_3_follow_its_rule(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_factors_of_llama_3_follow_its_rule(tmp_path: Path) -> None:
     config = hf_config(rope_theta=5e5)
     path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), extra=extra)
     _, cfg = model_config(GgufSource(path))
-    np.testing.assert_allclose(cfg.rope.inv_freq(), rule.inv_freq(), rtol=1e-6)
+    np.testing.assert_allclose(cfg.kinds[0].rope.inv_freq(), rule.inv_freq(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope_type='yarn' is not supported"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type='yarn' is not supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5 is not supported"),
         ({"llama.expert_count": 8}, r"does not know.*llama.expert_count=8"),
         ({"llama.attention.sliding_window": 64}, "sliding_window=64 is below"),

@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
-from jaxkv.models.llama_config import llama_config
-from jaxkv.models.llama_weights import llama_weights
+from jaxkv.models.llama import llama_config
+from jaxkv.models.weight_names import decoder_weights
 from jaxkv.sharding import make_mesh
 
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "float64": "F64"}
@@ -36,7 +36,7 @@ def random_tensors(config: Mapping[str, Any], dtype: Any = np.float32, seed: int
     rng = np.random.default_rng(seed)
     cfg = llama_config(config)
     tensors: dict[str, np.ndarray] = {}
-    for path, parts in llama_weights(cfg).params.items():
+    for path, parts in decoder_weights(cfg).params.items():
         for layer in range(cfg.num_layers) if path.startswith("layers/") else (0,):
             for part in parts:
                 values = rng.standard_normal(part.shape, np.float32) * 0.2
@@ -93,13 +93,24 @@ def assert_same_params(one: nnx.Module, other: nnx.Module) -> None:
 
 
 def full_attention(
-    layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: tuple[()]
+    layer: int | jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: tuple[()],
+    *,
+    scale: float,
+    window: jax.Array | int | None,
+    soft_cap: float | None,
 ) -> tuple[jax.Array, tuple[()]]:
     """Causal attention of a whole sequence over itself: `q [T, H, D]`, `k`, `v [T, K, D]`; there is no pool."""
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     k, v = (jnp.repeat(each, num_heads // k.shape[1], axis=1) for each in (k, v))
-    scores = jnp.einsum("thd,shd->hts", q, k, precision="highest") / head_dim**0.5
-    mask = jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
+    scores = jnp.einsum("thd,shd->hts", q, k, precision="highest") * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    query, key = jnp.arange(num_tokens)[None, :, None], jnp.arange(num_tokens)[None, None, :]
+    mask = (key <= query) & (key > query - (num_tokens if window is None else window))
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hts,shd->thd", weights, v, precision="highest"), pool
 

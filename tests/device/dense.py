@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import sampler
-from jaxkv.models.llama import Llama
+from jaxkv.models.decoder import Decoder
 from tests.device.sampling import Row, adjusted, pack
 
 
@@ -19,7 +19,7 @@ class Dense:
         max_len: most tokens of a sequence.
     """
 
-    def __init__(self, model: Llama, max_len: int) -> None:
+    def __init__(self, model: Decoder, max_len: int) -> None:
         self._max_len = max_len
         self._vocab = model.cfg.vocab_size
         self._logits: Any = jax.jit(lambda token_ids: _logits(model, token_ids))
@@ -59,14 +59,17 @@ class Dense:
         return output[start:]
 
 
-def _logits(model: Llama, token_ids: jax.Array) -> jax.Array:
-    causal = jnp.tri(token_ids.shape[0], dtype=bool)
+def _logits(model: Decoder, token_ids: jax.Array) -> jax.Array:
+    query, key = jnp.arange(token_ids.shape[0])[:, None], jnp.arange(token_ids.shape[0])[None, :]
 
-    def attend(layer, q, k, v, pool):
+    def attend(layer, q, k, v, pool, *, scale, window, soft_cap):
         groups = q.shape[1] // k.shape[1]
         k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
-        scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * model.cfg.head_dim**-0.5
-        weights = jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
+        scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen = (key <= query) & (key > query - (token_ids.shape[0] if window is None else window))
+        weights = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest"), pool
 
     hidden, _ = model.hidden(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), None, attend)

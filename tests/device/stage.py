@@ -13,8 +13,8 @@ from jaxkv import ops, sharding
 from jaxkv.batch import Buckets
 from jaxkv.checkpoint.pieces import is_stacked, piece_name
 from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.kv_heads import copy_kv_heads
-from jaxkv.models.llama import Llama
 from jaxkv.models.registry import FAMILIES
 from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan, StepResult
 from jaxkv.runner import InFlight, Runner
@@ -34,7 +34,7 @@ BUCKETS = Buckets(
 
 
 def make_runner(
-    model: Llama | None = None,
+    model: Decoder | None = None,
     *,
     tensor: int = 1,
     data: int = 1,
@@ -56,11 +56,11 @@ def make_runner(
     )  # fmt: skip
     return Runner(
         model, spec, mesh, dataclasses.replace(backend, query_tile=TILE), buckets,
-        vocab_size=cfg.vocab_size, scale=cfg.head_dim**-0.5, **sizes,
+        vocab_size=cfg.vocab_size, **sizes,
     )  # fmt: skip
 
 
-def _place(model: Llama, mesh: Mesh) -> Any:
+def _place(model: Decoder, mesh: Mesh) -> Any:
     """The model with its weights split over the mesh, KV heads copied if there are too few, as the loader does."""
     family, cfg = FAMILIES[0], copy_kv_heads(model.cfg, mesh.shape[sharding.TENSOR])
     graph, state = nnx.split(family.build(cfg, model.embed[...].dtype, per_layer=isinstance(model.layers, nnx.List)))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import CheckpointError
-from jaxkv.models.layers import Rope
-from jaxkv.models.llama_config import llama_config
+from jaxkv.models.llama import llama_config, mistral_config
 from jaxkv.models.registry import find_family
+from jaxkv.models.config import LayerKind
+from jaxkv.models.rope import Rope
 from tests.checkpoint.tools import hf_config
 
 
@@ -16,21 +17,22 @@ def test_fields_of_a_config() -> None:
     cfg = llama_config(hf_config(head_dim=16, attention_bias=True, _name_or_path="x", transformers_version="4"))
     assert (cfg.num_layers, cfg.embed, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (3, 32, 4, 2, 16)
     assert (cfg.ffn, cfg.vocab_size, cfg.max_len, cfg.norm_eps) == (64, 96, 128, 1e-5)
-    assert (cfg.tied, cfg.attention_bias, cfg.mlp_bias) == (True, True, False)
+    assert (cfg.tied, cfg.qkv_bias, cfg.out_bias, cfg.mlp_bias) == (True, True, True, False)
 
 
 def test_silence_means_what_transformers_assumes() -> None:
     names = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_theta")
     config = {name: value for name, value in hf_config().items() if name not in names}
     cfg = llama_config(config)
-    assert (cfg.num_kv_heads, cfg.norm_eps, cfg.max_len, cfg.tied, cfg.rope.base) == (4, 1e-6, 2048, False, 10000.0)
-    mistral = llama_config({**config, "model_type": "mistral", "sliding_window": None, "num_attention_heads": 8})
+    assert (cfg.num_kv_heads, cfg.norm_eps, cfg.max_len, cfg.tied) == (4, 1e-6, 2048, False)
+    assert cfg.kinds == (LayerKind(rope=Rope(head_dim=8)),)
+    mistral = mistral_config({**config, "model_type": "mistral", "sliding_window": None, "num_attention_heads": 8})
     assert (mistral.num_kv_heads, mistral.max_len) == (8, 131072)
 
 
 def test_null_counts_as_absent() -> None:
     cfg = llama_config(hf_config(head_dim=None, rope_scaling=None, num_key_value_heads=None, pretraining_tp=None))
-    assert (cfg.head_dim, cfg.num_kv_heads, cfg.rope) == (8, 4, Rope(head_dim=8))
+    assert (cfg.head_dim, cfg.num_kv_heads, cfg.kinds[0].rope) == (8, 4, Rope(head_dim=8))
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -54,7 +56,7 @@ LLAMA3_ROPE = Rope(head_dim=8, base=5e5, kind="llama3", factor=8.0, original_max
 def test_rope_of_transformers_4_and_5(fields: dict[str, Any], expected: Rope) -> None:
     config = hf_config()
     del config["rope_theta"]
-    assert llama_config({**config, **fields}).rope == expected
+    assert llama_config({**config, **fields}).kinds == (LayerKind(rope=expected),)
 
 
 def test_explicit_factors_divide_frequencies() -> None:
@@ -68,14 +70,15 @@ def test_explicit_factors_divide_frequencies() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type='yarn' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type='dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type='proportional' is not supported"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}}, "rope_scaling.finetuned=True"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor must be 4 numbers > 0, found 1"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 0.7}}, "attention_factor=0.7"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "must be 4 numbers > 0, found 1"),
         ({"sliding_window": 64}, "sliding_window=64 is below max_position_embeddings=128"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window=4096 is below"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types=.* is not supported"),
         ({"attention_multiplier": 0.5}, "does not know.*attention_multiplier=0.5; delete"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
@@ -84,7 +87,7 @@ def test_explicit_factors_divide_frequencies() -> None:
         ({"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be a number > 0"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
-        ({"model_type": "qwen2"}, "model_type='qwen2' is not supported; supported: 'llama', 'mistral'"),
+        ({"model_type": "qwen2"}, "model_type='qwen2' is not supported; supported: 'llama'"),
     ],
 )
 def test_refused_configs(fields: dict[str, Any], message: str) -> None:
@@ -107,7 +110,7 @@ def test_settings_without_effect_are_accepted(fields: dict[str, Any]) -> None:
 
 
 def test_families_by_name() -> None:
-    assert find_family({"architectures": ["MistralForCausalLM"]}).name == "llama"
+    assert find_family({"architectures": ["MistralForCausalLM"]}).name == "mistral"
     assert find_family({"model_type": "llama"}).name == "llama"
     with pytest.raises(CheckpointError, match=r"\['GPT2LMHeadModel'\] is not .* LlamaForCausalLM, MistralForCausalLM"):
         find_family({"architectures": ["GPT2LMHeadModel"], "model_type": "llama"})

@@ -1,14 +1,21 @@
-"""Logits against transformers itself, from checkpoints that transformers wrote."""
+"""Logits and tokens against transformers itself, from checkpoints that transformers wrote."""
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxkv.checkpoint.hf import HfSource
-from tests.checkpoint.tools import load, logits, params
+from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.sharding import make_mesh
+from tests.checkpoint.tools import full_attention, load, params
+from tests.models.families import VARIANTS, build
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,55 +24,70 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.parity
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gqa-tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gqa-untied": {"num_key_value_heads": 2},
-    "mqa": {"num_key_value_heads": 1},
-    "mha": {"num_key_value_heads": 4},
-    "wide-heads": {"head_dim": 16},
-    "rope-llama3": {"rope_parameters": LLAMA3},
-    "rope-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
-    "attention-bias": {"attention_bias": True},
-    "mlp-bias": {"mlp_bias": True},
-    "both-biases-mqa": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
-    "mistral": {"model_type": "mistral", "sliding_window": None},
-}
+PROMPT_LEN, NUM_NEW = 70, 64
+PREFILL_BY_TOKEN = ("llama-rope-dynamic",)  # what transformers computes there depends on the length of the prompt
 
 
-def build(changes: dict[str, Any]) -> Any:
-    """A random model; norms and biases are random too, which transformers would set to one and zero."""
-    fields = {
-        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.3,
-    } | changes  # fmt: skip
-    model_type = fields.pop("model_type", "llama")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields))
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def theirs_logits(model: Any, prompt: np.ndarray, *, by_token: bool) -> np.ndarray:
+    """float32 [T, V], in one pass or token by token with a cache."""
+    ids = torch.from_numpy(prompt)[None]
     with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                value += torch.randn_like(value) * 0.3
-    return model.eval()
+        if not by_token:
+            return model(ids).logits[0].numpy()
+        cache, out = None, []
+        for position in range(len(prompt)):
+            step = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            out.append(step.logits[0, 0].numpy())
+    return np.stack(out)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graph: Any, state: Any, token_ids: jax.Array) -> jax.Array:
+    model: Any = nnx.merge(graph, state)
+    hidden, _ = model.hidden(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), (), full_attention)
+    return model.logits(hidden)
+
+
+def ours(folder: Path, per_layer: bool, max_len: int) -> Any:
+    """`logits(token_ids)` of the checkpoint in an engine for `max_len` tokens."""
+    source = HfSource(folder)
+    family, cfg = model_config(source)
+    cfg = cfg.for_len(max_len)
+    model = load_model(source, family, cfg, dtype=np.dtype(np.float32), mesh=make_mesh(1), per_layer=per_layer)
+    graph, state = nnx.split(model)
+    return lambda token_ids: np.asarray(_logits(graph, state, jnp.asarray(token_ids, jnp.int32)))
+
+
+def greedy(logits: Any, prompt: np.ndarray) -> list[int]:
+    tokens = np.zeros(PROMPT_LEN + NUM_NEW, np.int64)
+    tokens[: len(prompt)] = prompt
+    for position in range(len(prompt), len(tokens)):
+        tokens[position] = logits(tokens)[position - 1].argmax()
+    return tokens[len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("name", "per_layer"), [(name, i % 2 == 0) for i, name in enumerate(VARIANTS)])
-def test_logits_match_transformers(name: str, per_layer: bool, tmp_path: Path) -> None:
-    theirs = build(VARIANTS[name])
+def test_logits_and_tokens_match_transformers(name: str, per_layer: bool, tmp_path: Path) -> None:
+    theirs = build(name)
     theirs.save_pretrained(tmp_path)
-    prompt = np.random.default_rng(1).integers(0, 99, 70)
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
+    tokens = np.random.default_rng(1).integers(3, 99, PROMPT_LEN)
+    expected = theirs_logits(theirs, tokens, by_token=name in PREFILL_BY_TOKEN)
     assert np.abs(expected).max() > 1  # otherwise 1e-4 would say nothing
-    loaded = load(HfSource(tmp_path), per_layer=per_layer)
-    np.testing.assert_allclose(logits(loaded, prompt), expected, atol=1e-4, rtol=0)
+    logits = ours(tmp_path, per_layer, 400 if name.endswith("-long") else PROMPT_LEN + NUM_NEW - (name == "phi3-longrope") * 70)
+    np.testing.assert_allclose(logits(tokens), expected, atol=1e-4, rtol=0)
 
 
 def test_sharded_bf16_files_of_transformers(tmp_path: Path) -> None:
-    theirs = build({}).to(torch.bfloat16)
+    theirs = build("llama-gqa-untied").to(torch.bfloat16)
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     loaded = params(load(HfSource(tmp_path), dtype="bfloat16"))
