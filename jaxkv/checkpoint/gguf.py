@@ -8,20 +8,19 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from jaxkv.checkpoint import gguf_llama
 from jaxkv.checkpoint.file_source import FileSource
+from jaxkv.checkpoint.gguf_config import ARCHITECTURES, ROPE_FACTORS, gguf_config
+from jaxkv.checkpoint.gguf_names import hf_tensors, restore
 from jaxkv.checkpoint.tensors import PLAIN_ENCODINGS, Encoding, TensorInfo, check_extent, read_tensor
 from jaxkv.errors import CheckpointError
 from jaxkv.gguf_metadata import GgufTensor, read_gguf_header
+from jaxkv.models.registry import find_family
 
-# general.architecture -> what its files say
-_ARCHITECTURES: Mapping[str, ModuleType] = {"llama": gguf_llama}
 _QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
@@ -37,27 +36,30 @@ class GgufSource(FileSource):
         header = read_gguf_header(self.location)
         self._metadata = header.metadata
         name = str(header.metadata.get("general.architecture"))
-        if name not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+        if name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{self.location}: general.architecture={name!r} is not known; jaxkv knows {known}")
         if (parts := header.metadata.get("split.count", 0)) > 1:
             raise CheckpointError(
                 f"{self.location}: one of {parts} parts of a model; join them with `llama-gguf-split --merge`"
             )
-        self._architecture = _ARCHITECTURES[name]
+        self._architecture = ARCHITECTURES[name]
         size = self.location.stat().st_size
-        infos = [_tensor_info(self.location, tensor, size) for tensor in header.tensors]
-        tensors = {self._architecture.hf_name(info.name): info for info in infos}
-        factors = tensors.pop(self._architecture.ROPE_FACTORS, None)
-        self.tensors: Mapping[str, TensorInfo] = tensors
+        infos = {tensor.name: _tensor_info(self.location, tensor, size) for tensor in header.tensors}
+        factors = {key: infos.pop(key) for key in ROPE_FACTORS if key in infos}
         try:
-            self.config: Mapping[str, Any] = self._architecture.config(
+            self.config: Mapping[str, Any] = gguf_config(
+                name,
                 header.metadata,
-                {name: info.shape for name, info in tensors.items()},
-                read_tensor(factors, np.dtype(np.float32)) if factors else None,
+                {key: info.shape for key, info in infos.items()},
+                {key: tuple(read_tensor(info, np.dtype(np.float32)).tolist()) for key, info in factors.items()},
             )
+            family = find_family(self.config)
+            cfg = family.config_from_hf(self.config)
+            self.tensors: Mapping[str, TensorInfo] = hf_tensors(name, cfg.num_layers, family.weight_map(cfg), infos)
         except CheckpointError as error:
             raise error if str(self.location) in str(error) else CheckpointError(f"{self.location}: {error}") from error
+        self._heads = cfg.num_heads, cfg.num_kv_heads
 
     @property
     def generation_config(self) -> Mapping[str, Any] | None:
@@ -70,7 +72,11 @@ class GgufSource(FileSource):
         return self._metadata if "tokenizer.ggml.model" in self._metadata else None
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        return self._architecture.restore(name, read_tensor(self.tensors[name], dtype), self.config)
+        info = self.tensors[name]
+        # Norms are stored plus one, which would round them in bfloat16.
+        exact = self._architecture.norm_shift and name.endswith("norm.weight")
+        tensor = read_tensor(info, np.dtype(np.float32) if exact else dtype)
+        return restore(self._architecture, name, tensor, *self._heads).astype(dtype, copy=False)
 
 
 def _tensor_info(path: Path, tensor: GgufTensor, file_size: int) -> TensorInfo:

@@ -10,9 +10,7 @@ from jaxkv.models.hf_geometry import layer_kinds, read_geometry, read_rope
 from jaxkv.models.weight_names import Names, decoder_weights
 from jaxkv.models.weights import WeightMap
 
-_OLMO2_NAMES = Names(
-    norms={"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
-)
+_OLMO2_NAMES = Names(norms={"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"})
 
 
 def olmo2_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -200,10 +200,12 @@ def test_factors_of_llama_3_follow_its_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type='yarn' is not supported"),
+        (
+            {"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 4.0},
+            "rope.scaling.type='su' is not supported",
+        ),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5 is not supported"),
-        ({"llama.expert_count": 8}, r"does not know.*llama.expert_count=8"),
-        ({"llama.attention.sliding_window": 64}, "sliding_window=64 is below"),
+        ({"llama.expert_group_count": 8}, r"does not know.*llama.expert_group_count=8"),
         ({"llama.attention.key_length": 8, "llama.attention.value_length": 16}, "value_length=16 differs"),
         ({"llama.feed_forward_length": [64, 64, 32]}, "feed_forward_length=.* differs between layers"),
         ({"split.count": 3}, "one of 3 parts.*llama-gguf-split --merge"),
@@ -244,7 +246,9 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"m\.gguf: general.architecture='rwkv7' is not known; jaxkv knows llama"):
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf: general.architecture='rwkv7' is not known; jaxkv knows llama, qwen2, "
+    ):
         GgufSource(tmp_path / "m.gguf")
 
 

@@ -23,7 +23,7 @@ GEMMA = {"head_dim": 16, "num_key_value_heads": 1, "query_pre_attn_scalar": 24}
 QWEN3 = {"model_type": "qwen3", "head_dim": 16}
 PHI3 = {"model_type": "phi3", "hidden_size": 64}
 MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_experts": 8}
-WINDOW, WIDE_WINDOW = 9, 500  # the prompts are of 70 tokens
+WINDOW, WIDE_WINDOW = 9, 500  # the prompts are of up to 70 tokens
 
 # name -> what differs from `BASE`; the first one of a family goes through all schedules
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -90,12 +90,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8, "norm_topk_prob": True,
     },
 }  # fmt: skip
-FIRST = {
-    name.split("-")[0] if not name.startswith("qwen3-moe") else "qwen3-moe": name for name in reversed(VARIANTS)
-}
+FIRST = {name.split("-")[0] if not name.startswith("qwen3-moe") else "qwen3-moe": name for name in reversed(VARIANTS)}
 
 BASE: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.3,
     "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import CheckpointError
+from jaxkv.models.config import LayerKind
 from jaxkv.models.llama import llama_config, mistral_config
 from jaxkv.models.registry import find_family
-from jaxkv.models.config import LayerKind
 from jaxkv.models.rope import Rope
 from tests.checkpoint.tools import hf_config
 
@@ -73,7 +73,10 @@ def test_explicit_factors_divide_frequencies() -> None:
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type='proportional' is not supported"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}}, "rope_scaling.finetuned=True"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor must be 4 numbers > 0, found 1"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "short_factor must be 4 numbers > 0, found 1",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 0.7}}, "attention_factor=0.7"),

@@ -1,0 +1,126 @@
+"""Whole engines against transformers: tokens and log-probabilities of every variant, and all schedules of each family."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv.batch import Buckets
+from jaxkv.checkpoint.hf import HfSource
+from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.request import RequestOutput
+from jaxkv.runner import Runner
+from jaxkv.sharding import make_mesh
+from tests.device.engine_stage import Client, ask
+from tests.device.stage import MAX_LEN, TILE, make_runner
+from tests.models.families import FIRST, VARIANTS, build
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+TILES, TOP = 4, 20
+NUM_NEW = 64
+PROMPT_LENS = (32, 5, 17, 29)
+# The second set of frequencies is for sequences of more than 40 tokens here.
+LONG = {"phi3-longrope-long": ((45,), 50)}
+BUCKETS = Buckets(
+    decode_rows=(4,), mixed_rows=(4,), mixed_tiles=(TILES,), setups=(4,), page_writes=(16,), page_copies=(2,),
+    count_tokens=(MAX_LEN,),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A prompt and what transformers makes of it."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    logprobs: np.ndarray  # [new tokens, V]
+
+
+def cases(model: Any, name: str) -> list[Case]:
+    """Greedy decoding with a cache, token by token; the prompt in one pass unless its frequencies depend on its length."""
+    rng, out = np.random.default_rng(3), []
+    lens, num_new = LONG.get(name, (PROMPT_LENS, NUM_NEW))
+    for length in lens:
+        prompt = rng.integers(3, 96, length).tolist()
+        tokens: list[int] = []
+        logprobs, cache = [], None
+        pending = [[token] for token in prompt] if name == "llama-rope-dynamic" else [prompt]
+        with torch.no_grad():
+            while len(tokens) < num_new:
+                step = model(torch.tensor([pending.pop(0)]), past_key_values=cache, use_cache=True)
+                cache = step.past_key_values
+                if pending:
+                    continue
+                logprobs.append(torch.log_softmax(step.logits[0, -1], dim=-1).numpy())
+                tokens.append(int(logprobs[-1].argmax()))
+                pending.append(tokens[-1:])
+        out.append(Case(tuple(prompt), tokens, np.stack(logprobs)))
+    return out
+
+
+def runner_of(folder: Path, *, tensor: int = 1, per_layer: bool = True) -> Runner:
+    source = HfSource(folder)
+    family, cfg = model_config(source)
+    model: Any = load_model(
+        source, family, cfg.for_len(MAX_LEN), dtype=np.dtype(np.float32), mesh=make_mesh(1), per_layer=per_layer,
+    )  # fmt: skip
+    return make_runner(model, tensor=tensor, buckets=BUCKETS, num_pages=64)
+
+
+def check(client: Client, wanted: list[Case]) -> list[RequestOutput]:
+    asks = [ask(case.prompt, max_tokens=len(case.tokens), ignore_eos=True, logprobs=TOP) for case in wanted]
+    outs = client.generate(*asks)
+    for out, case in zip(outs, wanted, strict=True):
+        (completion,) = out.outputs
+        assert list(completion.token_ids) == case.tokens
+        assert completion.logprobs is not None
+        for found, expected in zip(completion.logprobs, case.logprobs, strict=True):
+            ids, values = zip(*found.top, strict=True)
+            np.testing.assert_allclose(values, expected[list(ids)], atol=1e-4, rtol=0)
+    client.check_idle()
+    return outs
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_schedules_change_nothing(name: str, tmp_path: Path) -> None:
+    """Plenty of pages; a pool for two rows and chunks of one tile, which preempts; both again with a warm cache."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    wanted = cases(model, name)
+    runner = runner_of(tmp_path)
+    for tight in ({"token_budget": TILES * TILE}, {"num_pages": 21, "token_budget": TILE + 3}):
+        client = Client(runner, **tight)
+        check(client, wanted)
+        preempted = client.engine.scheduler.stats().num_preemptions
+        assert (preempted > 0) == ("num_pages" in tight)
+        warm = check(client, wanted)
+        assert warm[0].cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "per_layer"), [(name, i % 2 == 0) for i, name in enumerate(VARIANTS)])
+def test_tokens_and_logprobs_of_decode(name: str, per_layer: bool, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    client = Client(runner_of(tmp_path, per_layer=per_layer), token_budget=TILES * TILE)
+    check(client, cases(model, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("name", FIRST.values())
+def test_devices_change_nothing(name: str, tensor: int, tmp_path: Path) -> None:
+    """Heads, ffn units and experts over two and four devices; K/V heads are copied where there are fewer."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    runner = runner_of(tmp_path, tensor=tensor, per_layer=tensor == 4)
+    check(Client(runner, token_budget=TILES * TILE), cases(model, name))
