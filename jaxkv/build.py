@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import ops, page_transfer, prefix_cache, sharding
-from jaxkv.catalog import open_model
+from jaxkv.catalog import cache_dir, open_model
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
 from jaxkv.compile_cache import use_compilation_cache
@@ -62,11 +62,6 @@ def build_engine(
     store = _open_tiers(config, str(model), namespace, scheduler, runner)
     engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, store=store)
     return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
-
-
-def cache_dir() -> Path:
-    """`JAXKV_CACHE_DIR`, or `~/.cache/jaxkv`."""
-    return Path(os.environ.get("JAXKV_CACHE_DIR") or Path.home() / ".cache" / "jaxkv")
 
 
 def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.dtype:
