@@ -56,7 +56,7 @@ def build_engine(
     resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
     programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
     tokenizer = _load_tokenizer(source)
-    namespace = _namespace(source, geometry, resolved, np_dtype)
+    namespace = _namespace(source, family, geometry, resolved, np_dtype)
     scheduler = Scheduler(resolved.scheduler, namespace)
     runner = Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, cache=programs)
     store = _open_tiers(config, str(model), namespace, scheduler, runner)
@@ -114,11 +114,13 @@ def _open_tiers(config: EngineConfig, model: str, namespace: bytes, scheduler: S
     return TierStore(folder)
 
 
-def _namespace(source: ModelSource, geometry: ModelConfig, resolved: Resolved, dtype: np.dtype) -> bytes:
+def _namespace(
+    source: ModelSource, family: Family, geometry: ModelConfig, resolved: Resolved, dtype: np.dtype
+) -> bytes:
     """The activations' dtype counts: pages outlive the process, and rounded ones differ."""
     pool = resolved.pool
     return prefix_cache.namespace(
-        model=f"{source.digest} {dtype.name}",
+        model=f"{source.digest}{family.revision} {dtype.name}",
         kv_dtype=pool.dtype.name,
         page_size=pool.page_size,
         rope=repr(geometry.ropes),
