@@ -1,6 +1,7 @@
 """What a model's step needs at the least, by arithmetic: bytes and FLOPs of one device.
 
-A decode step of R rows reads every weight once (of the embedding R rows only), reads the K/V of all rows' tokens, and
+A decode step of R rows reads every weight once (of the embedding R rows only, and of experts those that a row chose),
+reads the K/V of all rows' tokens within the windows, and
 writes R rows of float32 logits. It multiplies and adds once per weight and row, and twice per number of K and V and
 query head of their group.
 
@@ -55,25 +56,72 @@ class Layout:
         return 2 * c.num_layers * (c.num_kv_heads // self.tensor) * c.head_dim * self.kv_dtype_bytes
 
     @property
+    def _mlp_weights(self) -> int:
+        """Numbers in the matrices of one MLP, which is one expert's where there are experts."""
+        return 3 * self.cfg.embed * self.cfg.ffn
+
+    @property
+    def _attention_weights(self) -> int:
+        c = self.cfg
+        return c.embed * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+
+    @property
     def layer_weights(self) -> int:
         """Numbers in a layer's matrices."""
+        return self._attention_weights + self._mlp_weights * (self.cfg.experts.num if self.cfg.experts else 1)
+
+    @property
+    def active_layer_weights(self) -> int:
+        """Of these, the numbers that one token is multiplied by."""
+        return self._attention_weights + self._mlp_weights * (self.cfg.experts.per_token if self.cfg.experts else 1)
+
+    @property
+    def _split_vectors(self) -> int:
+        """Numbers of a layer that are no matrix and are split over devices."""
         c = self.cfg
-        attention = c.embed * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-        return attention + 3 * c.embed * c.ffn
+        heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        norms = (c.num_heads + c.num_kv_heads) * c.head_dim if c.qk_norm == "width" else 0
+        return heads * c.qkv_bias + norms + 2 * c.ffn * c.mlp_bias
+
+    @property
+    def _whole_vectors(self) -> int:
+        """Numbers of a layer that each device has all of: norms, biases of outputs, the router."""
+        c = self.cfg
+        norms = 2 * c.embed * (c.pre_norm + c.post_norm) + (2 * c.head_dim if c.qk_norm == "head" else 0)
+        return norms + c.embed * (c.out_bias + c.mlp_bias) + (c.experts.num * c.embed if c.experts else 0)
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all matrices and norms."""
+        """All numbers of the model."""
         c = self.cfg
         tables = (1 if c.tied else 2) * c.vocab_size * c.embed
-        return c.num_layers * (self.layer_weights + 2 * c.embed) + tables + c.embed
+        return c.num_layers * (self.layer_weights + self._split_vectors + self._whole_vectors) + tables + c.embed
+
+    @property
+    def num_active_weights(self) -> int:
+        """Those that a token is computed with; an embedding table of its own is not."""
+        c = self.cfg
+        return (
+            self.num_weights
+            - c.num_layers * (self.layer_weights - self.active_layer_weights)
+            - (0 if c.tied else c.vocab_size * c.embed)
+        )
 
     @property
     def weight_bytes(self) -> int:
         """On one device."""
         c = self.cfg
-        split = c.num_layers * self.layer_weights + (1 if c.tied else 2) * c.vocab_size * c.embed
-        return (split // self.tensor + (2 * c.num_layers + 1) * c.embed) * self.dtype_bytes
+        layers = c.num_layers * (self.layer_weights + self._split_vectors)
+        split = layers + (1 if c.tied else 2) * c.vocab_size * c.embed
+        return (split // self.tensor + c.num_layers * self._whole_vectors + c.embed) * self.dtype_bytes
+
+    def _idle_expert_bytes(self, rows: int) -> float:
+        """Of one device: experts that no row is expected to choose, if each is as likely as another."""
+        c = self.cfg
+        if c.experts is None:
+            return 0.0
+        idle = c.experts.num * (1 - c.experts.per_token / c.experts.num) ** rows
+        return c.num_layers * idle * self._mlp_weights / self.tensor * self.dtype_bytes
 
     def copied_bytes(self, chip: Chip) -> int:
         """Weights of one device that its compiler is known to copy in a step."""
@@ -84,11 +132,13 @@ class Layout:
         c, here = self.cfg, -(-rows // self.data)
         table = c.vocab_size * c.embed // self.tensor
         weights = self.weight_bytes - (0 if c.tied else (table - here * c.embed) * self.dtype_bytes)
-        products = 2 * here * (c.num_layers * self.layer_weights + c.vocab_size * c.embed) / self.tensor
-        attention = 4 * here * context_len * c.num_heads * c.head_dim * c.num_layers / self.tensor
+        products = 2 * here * (c.num_layers * self.active_layer_weights + c.vocab_size * c.embed) / self.tensor
+        # Tokens whose K/V a row reads, over all layers; what lies before a window is kept, but not read.
+        num_read = sum(context_len if window is None else min(context_len, window) for window in c.windows)
+        attention = 4 * here * num_read * c.num_heads * c.head_dim / self.tensor
         return Work(
-            weight_bytes=weights,
-            kv_bytes=here * context_len * self.token_bytes,
+            weight_bytes=weights - self._idle_expert_bytes(here),
+            kv_bytes=here * num_read * self.token_bytes / c.num_layers,
             logit_bytes=here * c.vocab_size * 4 / self.tensor,
             flops=products + attention,
             link_bytes=self._link_bytes(here),
@@ -108,7 +158,8 @@ def tensor_sizes(cfg: ModelConfig, most: int) -> list[int]:
             copy_kv_heads(cfg.as_stored, tensor)
         except ConfigError:
             continue
-        if cfg.ffn % tensor == 0 and cfg.vocab_size % tensor == 0:
+        split = cfg.experts.num if cfg.experts else cfg.ffn
+        if split % tensor == 0 and cfg.vocab_size % tensor == 0:
             sizes.append(tensor)
     return sizes
 

@@ -29,6 +29,30 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
 _3_1, _3_2 = {"rope_scaling": _llama3_rope(8.0)}, {"rope_scaling": _llama3_rope(32.0), "tie_word_embeddings": True}
 _TIED = {"tie_word_embeddings": True}
 
+
+def _as(hf: str, model_type: str, config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The same fields for another family."""
+    return config | {"architectures": [hf], "model_type": model_type, **more}
+
+
+def _gemma(version: int, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    names = ("Gemma2ForCausalLM", "gemma2", 256000, 8192, 4096) if version == 2 else (
+        "Gemma3ForCausalLM", "gemma3_text", 262144, 32768, 512
+    )  # fmt: skip
+    hf, model_type, vocab, max_len, window = names
+    fields = _as(hf, model_type, _llama(layers, hidden, heads, kv_heads, ffn, vocab, max_len, 10000.0), **_TIED)
+    if version == 3:
+        fields |= {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+    return (
+        fields | {"rms_norm_eps": 1e-6, "head_dim": 256, "sliding_window": window, "query_pre_attn_scalar": 256} | more
+    )
+
+
+_GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0, "attention_multiplier": 0.0078125
+}  # fmt: skip
+_QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+
 KNOWN: dict[str, dict[str, Any]] = {
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096, 10000.0),
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192, 500000.0),
@@ -38,6 +62,54 @@ KNOWN: dict[str, dict[str, Any]] = {
     "llama-3.3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 131072, 500000.0, **_3_1),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32768, 32768, 1000000.0)
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "mistral-7b-v0.1": _as(
+        "MistralForCausalLM", "mistral", _llama(32, 4096, 32, 8, 14336, 32000, 32768, 10000.0), sliding_window=4096
+    ),
+    "qwen2.5-7b": _as(
+        "Qwen2ForCausalLM", "qwen2", _llama(28, 3584, 28, 4, 18944, 152064, 32768, 1e6), rms_norm_eps=1e-6
+    ),
+    "qwen3-8b": _as(
+        "Qwen3ForCausalLM", "qwen3", _llama(36, 4096, 32, 8, 12288, 151936, 40960, 1e6), rms_norm_eps=1e-6, head_dim=128
+    ),
+    "qwen3-30b-a3b": _as(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _llama(48, 2048, 32, 4, 6144, 151936, 40960, 1e6),
+        rms_norm_eps=1e-6,
+        head_dim=128,
+        **_QWEN3_MOE,
+    ),
+    "gemma-2-2b": _gemma(2, 26, 2304, 8, 4, 9216),
+    "gemma-2-9b": _gemma(2, 42, 3584, 16, 8, 14336),
+    "gemma-3-270m": _gemma(3, 18, 640, 4, 1, 2048),
+    "gemma-3-1b": _gemma(3, 26, 1152, 4, 1, 6912),
+    "phi-3-mini-4k": _as(
+        "Phi3ForCausalLM", "phi3", _llama(32, 3072, 32, 32, 8192, 32064, 4096, 10000.0), sliding_window=2047
+    ),
+    "olmo-2-7b": _as(
+        "Olmo2ForCausalLM", "olmo2", _llama(32, 4096, 32, 32, 11008, 100352, 4096, 5e5), rms_norm_eps=1e-6
+    ),
+    "olmoe-1b-7b": _as(
+        "OlmoeForCausalLM",
+        "olmoe",
+        _llama(16, 2048, 16, 16, 1024, 50304, 4096, 10000.0),
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    ),
+    "granite-3.1-8b": _as(
+        "GraniteForCausalLM", "granite", _llama(40, 4096, 32, 8, 12800, 49155, 131072, 1e7), **_GRANITE, **_TIED
+    ),
+    "smollm3-3b": _as(
+        "SmolLM3ForCausalLM", "smollm3", _llama(36, 2048, 16, 4, 11008, 128256, 65536, 5e6), rms_norm_eps=1e-6, **_TIED
+    ),
+    "mixtral-8x7b": _as(
+        "MixtralForCausalLM",
+        "mixtral",
+        _llama(32, 4096, 32, 8, 14336, 32000, 32768, 1e6),
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
     "smollm2-135m": _llama(30, 576, 9, 3, 1536, 49152, 8192, 100000.0, **_TIED),
     "smollm2-360m": _llama(32, 960, 15, 5, 2560, 49152, 8192, 100000.0, **_TIED),
     "smollm2-1.7b": _llama(24, 2048, 32, 32, 8192, 49152, 8192, 130000.0, **_TIED),

@@ -70,6 +70,20 @@ CASES = (
 )
 
 
+# One configuration of each other family on a TPU and on a GPU.
+_FAMILIES = (
+    "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini-4k", "olmo-2-7b",
+    "granite-3.1-8b", "smollm3-3b", "olmoe-1b-7b",
+)  # fmt: skip
+FAMILY_CASES = (
+    *(Case(chip, model) for model in _FAMILIES for chip in ("v6e:1x1", "h200x1")),
+    Case("v6e:2x4", "mixtral-8x7b", tensor=8),
+    Case("h200x4", "mixtral-8x7b", tensor=4),
+    Case("v6e:2x2", "qwen3-30b-a3b", tensor=4),
+    Case("h200x4", "qwen3-30b-a3b", tensor=4),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
     """What came out for one case."""

@@ -1,19 +1,26 @@
 """The arithmetic of `jaxkv plan`."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxkv.capacity.chips import CHIPS
 from jaxkv.capacity.geometry import Layout, bound, tensor_sizes
 from jaxkv.capacity.known import KNOWN
 from jaxkv.capacity.report import Budget, advise, batch_sizes, bounds, larger_slice, rows_at, to_json
 from jaxkv.models.registry import find_family
+from jaxkv.sharding import RULES
 
 BILLION = 1e9
 SIZES = {  # numbers in the weights, as the model cards say
     "llama-2-7b": 6.74, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.3-70b": 70.6,
     "mistral-7b": 7.25, "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71, "tinyllama-1.1b": 1.1,
+    "mistral-7b-v0.1": 7.24, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5, "gemma-2-2b": 2.61,
+    "gemma-2-9b": 9.24, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0, "phi-3-mini-4k": 3.82, "olmo-2-7b": 7.3,
+    "olmoe-1b-7b": 6.92, "granite-3.1-8b": 8.17, "smollm3-3b": 3.08, "mixtral-8x7b": 46.7,
 }  # fmt: skip
 
 
@@ -25,6 +32,37 @@ def layout(name: str = "llama-3.1-8b", tensor: int = 1, data: int = 1) -> Layout
 @pytest.mark.parametrize(("name", "size"), SIZES.items())
 def test_known_models_have_the_size_they_are_named_for(name: str, size: float) -> None:
     assert layout(name).num_weights / BILLION == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_number_is_counted(name: str) -> None:
+    """The arithmetic against the parameters themselves, alone and split."""
+    family = find_family(KNOWN[name])
+    for tensor in tensor_sizes(layout(name).cfg, 2):
+        one = layout(name, tensor=tensor)
+        leaves = nnx.to_flat_state(nnx.state(family.build(one.cfg, np.dtype(np.float32), per_layer=False)))
+        split = [any(RULES[axis] for axis in leaf.logical_axes) for _, leaf in leaves]
+        sizes = [math.prod(leaf.shape) for _, leaf in leaves]
+        assert one.num_weights == sum(sizes)
+        here = sum(size // tensor if is_split else size for size, is_split in zip(sizes, split, strict=True))
+        assert one.weight_bytes == 2 * here
+
+
+def test_experts_and_windows_are_counted_as_they_are_read() -> None:
+    assert layout("mixtral-8x7b").num_active_weights / BILLION == pytest.approx(12.8, rel=0.01)
+    assert layout("qwen3-30b-a3b").num_active_weights / BILLION == pytest.approx(3.0, rel=0.02)
+    assert layout("olmoe-1b-7b").num_active_weights / BILLION == pytest.approx(1.18, rel=0.01)
+    mixtral = layout("mixtral-8x7b")
+    expert = 3 * 4096 * 14336 * 32 * 2
+    one, many = mixtral.decode(1, 0), mixtral.decode(256, 0)
+    assert many.weight_bytes - one.weight_bytes == pytest.approx(6 * expert + 255 * 4096 * 2, rel=1e-6)
+    assert one.flops == pytest.approx(2 * mixtral.num_active_weights, rel=1e-3)
+    gemma = layout("gemma-3-1b")  # 22 layers of 26 have a window of 512 tokens
+    layer = 2 * 256 * 2
+    assert gemma.decode(1, 400).kv_bytes == 26 * 400 * layer
+    assert gemma.decode(1, 4000).kv_bytes == (4 * 4000 + 22 * 512) * layer
+    assert gemma.token_bytes == 26 * layer, "the pool keeps all"
+    assert 8 in tensor_sizes(layout("mixtral-8x7b").cfg, 16) and 16 not in tensor_sizes(layout("mixtral-8x7b").cfg, 16)
 
 
 def test_known_models_are_read_by_a_family() -> None:

@@ -12,9 +12,9 @@ from jaxkv.capacity import topology
 from jaxkv.capacity.checks import complaints
 from jaxkv.capacity.compiled import AbstractEngine, StepFacts
 from jaxkv.capacity.known import KNOWN
-from jaxkv.capacity.proof import CASES, CONTEXT_LEN, ROWS, Case, compile_step, engine_of, layout_of, prove
+from jaxkv.capacity.proof import CASES, CONTEXT_LEN, FAMILY_CASES, ROWS, Case, compile_step, engine_of, layout_of, prove
 from jaxkv.errors import ConfigError
-from jaxkv.models import llama
+from jaxkv.models import decoder
 from jaxkv.settings import EngineConfig
 
 pytestmark = pytest.mark.compile
@@ -44,7 +44,7 @@ def need(case: Case) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + FAMILY_CASES, ids=str)
 def test_step_programs(case: Case) -> None:
     need(case)
     proof = prove(case)
@@ -90,7 +90,7 @@ def test_with_the_pool_as_xs_and_ys_the_checks_fail(topology_name: str, monkeypa
     """The alias size is as it should be; the copies are seen all the same."""
     case = Case(topology_name, SMALL.model, tensor=4)
     need(case)
-    monkeypatch.setattr(llama, "run_layers", _run_layers_over_the_pool)
+    monkeypatch.setattr(decoder, "run_layers", _run_layers_over_the_pool)
     engine = _third_of_the_pool(engine_of(case), case)
     facts = engine.decode(ROWS)
     found = _complaints(facts, case)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import CheckpointError
-from jaxkv.models.config import LayerKind
+from jaxkv.models.config import LayerKind, repeating
 from jaxkv.models.llama import llama_config, mistral_config
 from jaxkv.models.registry import find_family
 from jaxkv.models.rope import Rope
@@ -119,5 +119,57 @@ def test_families_by_name() -> None:
         find_family({"architectures": ["GPT2LMHeadModel"], "model_type": "llama"})
     with pytest.raises(CheckpointError, match="model_type=None"):
         find_family({})
-    with pytest.raises(CheckpointError, match="quant_method='gptq'"):
-        find_family({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}})
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "mxfp4", "bitsandbytes", "compressed-tensors"])
+def test_quantised_checkpoints_are_refused_by_name(method: str) -> None:
+    with pytest.raises(CheckpointError, match=f"quant_method='{method}'.*use the model's unquantised checkpoint"):
+        find_family({"model_type": "qwen3", "quantization_config": {"quant_method": method, "bits": 4}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types=.* is not supp"),
+        ("qwen2", {"attention_bias": True}, "does not know.*attention_bias=True"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types=.*must name one of .* for each layer"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is missing"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*must name one of"),
+        ("qwen3_moe", {"moe_intermediate_size": 8, "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
+        ("qwen3_moe", {"moe_intermediate_size": 8, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_moe", {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ("gemma3_text", {"rope_parameters": {"chunked": {}, "x": 1}}, "rope_parameters.x=1"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers=.*must be 0 or 1 for each of 3 layers"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a number > 0"),
+        ("granite", {"shared_intermediate_size": 8}, "does not know.*shared_intermediate_size=8"),
+        ("olmo2", {"clip_qkv": 8.0}, "does not know.*clip_qkv=8.0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 must be a whole number >= 1"),
+    ],
+)  # fmt: skip
+def test_each_family_is_strict(model_type: str, fields: dict[str, Any], message: str) -> None:
+    config = {**hf_config(), "architectures": None, "model_type": model_type, **fields}
+    with pytest.raises(CheckpointError, match=message):
+        find_family(config).config_from_hf(config)
+
+
+def test_longrope_models_run_short_unless_they_are_asked_to_run_long() -> None:
+    scaling = {"type": "su", "short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}
+    config = {**hf_config(), "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "rope_scaling": scaling}
+    cfg = find_family(config).config_from_hf({**config, "original_max_position_embeddings": 32})
+    for asked, max_len, factors in ((None, 32, (1, 1, 2, 2)), (32, 32, (1, 1, 2, 2)), (33, 128, (1, 2, 3, 4))):
+        found = cfg.for_len(asked)
+        assert found.kinds[0].rope is not None
+        assert (found.max_len, found.kinds[0].rope.factors) == (max_len, factors)
+        assert found.kinds[0].rope.attention_factor == pytest.approx((1 + np.log(4) / np.log(32)) ** 0.5)
+    other = mistral_config({**hf_config(), "model_type": "mistral"})
+    assert other.for_len(None) == other.for_len(64) == other
+
+
+def test_layers_repeat_in_the_shortest_pattern() -> None:
+    local, whole = LayerKind(rope=None, window=4), LayerKind(rope=None)
+    assert repeating([local, local, whole, local, local]) == (local, local, whole)
+    assert repeating([local, whole, whole]) == (local, whole, whole)
+    assert repeating([whole]) == (whole,)
