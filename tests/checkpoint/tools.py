@@ -14,8 +14,7 @@ from flax import nnx
 
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
-from jaxkv.models.llama import llama_config
-from jaxkv.models.weight_names import decoder_weights
+from jaxkv.models.registry import find_family
 from jaxkv.sharding import make_mesh
 
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "float64": "F64"}
@@ -34,9 +33,10 @@ def hf_config(**changes: Any) -> dict[str, Any]:
 def random_tensors(config: Mapping[str, Any], dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    cfg = llama_config(config)
+    family = find_family(config)
+    cfg = family.config_from_hf(config)
     tensors: dict[str, np.ndarray] = {}
-    for path, parts in decoder_weights(cfg).params.items():
+    for path, parts in family.weight_map(cfg).params.items():
         for layer in range(cfg.num_layers) if path.startswith("layers/") else (0,):
             for part in parts:
                 values = rng.standard_normal(part.shape, np.float32) * 0.2
