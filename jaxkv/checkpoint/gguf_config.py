@@ -13,7 +13,9 @@ import numpy as np
 from jaxkv.errors import CheckpointError
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # float32 [W / 2]
-_HARMLESS = ("vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout")
+_HARMLESS: tuple[str, ...] = (
+    "vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout",
+)  # fmt: skip
 _REQUIRED = object()
 
 
@@ -23,7 +25,7 @@ class Keys:
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         prefix = f"{architecture}."
         self._values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        self._prefix, self._read = prefix, set(_HARMLESS)
+        self._prefix, self._read = prefix, set[str](_HARMLESS)
 
     def has(self, key: str) -> bool:
         return key in self._values

@@ -123,7 +123,7 @@ def make_rope(
     """
     max_len, head_dim = geometry["max_len"], geometry["head_dim"]
     width = int(head_dim * part)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     rope.get("type", None)
     found = rope.get("original_max_position_embeddings", None)  # may stand there for any kind
     original = original_max_len or found or max_len

@@ -64,7 +64,7 @@ def test_frequencies_and_phases(kind: str, base: float) -> None:
         here = rope.for_len(seq_len)
         np.testing.assert_allclose(here.inv_freq(), freq.numpy(), rtol=3e-7)
         assert here.attention_factor == pytest.approx(factor)
-        positions = np.int32([0, 1, 100, 4095, 8192, 40000, 131071])
+        positions = np.array([0, 1, 100, 4095, 8192, 40000, 131071], np.int32)
         cos, sin = here.phases(jnp.asarray(positions))
         angle = positions[:, None].astype(np.float64) * here.inv_freq().astype(np.float64)
         # The angle itself is rounded to float32: half a unit in the last place of 131071 is 0.004.
