@@ -19,6 +19,27 @@ import numpy as np
 from jaxkv.request import SamplingParams
 
 
+class GrammarPlace(typing.NamedTuple):
+    """Where a grammar lies in the device's pools, see `automata`."""
+
+    states: int  # first of its states; never 0, which stands for no grammar
+    transitions: int  # first of its transitions
+    classes: int  # its row of token classes
+    num_classes: int  # transitions a state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GrammarLoad:
+    """Writes a grammar's tables into the device's pools, at places that nobody uses."""
+
+    place: GrammarPlace
+    first_mask: int  # its first row of masks
+    states: np.ndarray  # int32 [S, automata.STATE_COLUMNS]; masks are named by their row in the pool
+    transitions: np.ndarray  # uint16 [S * num_classes]: the state that follows, counted from the first
+    class_of: np.ndarray  # uint16 [V]
+    masks: np.ndarray  # uint32 [M, ceil(V / 32)]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSetup:
     """Puts a sequence into a row (first admission, or again after preemption). The row's page list starts empty."""
@@ -32,6 +53,9 @@ class RowSetup:
     stop_ids: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...]
     token_ids: np.ndarray  # int32 [num_tokens]: prompt and output known so far, for penalties and bad words
+    grammar: GrammarPlace | None = None  # None: any token may come
+    grammar_state: int = 0  # after the output known so far, counted from the grammar's first
+    grammar_count: int = 0  # of the counter register, after the same
 
 
 class PageWrite(typing.NamedTuple):
@@ -80,6 +104,10 @@ class StepPlan:
     setups: tuple[RowSetup, ...] = ()
     page_writes: tuple[PageWrite, ...] = ()
     page_copies: tuple[PageCopy, ...] = ()  # done before anything is computed; a target is copied to once
+    grammar_loads: tuple[GrammarLoad, ...] = ()  # done before anything is computed
+    # Masks of rows whose grammar lives on the host, for this step: each token needs a new one.
+    mask_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_masks]
+    masks: np.ndarray | None = None  # uint32 [num_masks, ceil(V / 32)]; None: there are none
     chunks: tuple[Chunk, ...] = ()
     decode_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_decode_rows], by request
     num_steps: int = 1

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.plan import RowSetup
+from jaxkv.plan import GrammarPlace, RowSetup
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
 NO_TOKEN = 2**31 - 1  # pads id lists; beyond every vocabulary, so that scatters drop it and comparisons fail
@@ -49,6 +49,10 @@ class RowParams:
     has_allowed: jax.Array  # bool [R]
     allowed: jax.Array  # uint32 [R, ceil(V / 32)]: bit (token % 32) of word (token // 32)
     bad_words: jax.Array  # int32 [R, MAX_BAD_WORDS, MAX_BAD_WORD_LEN], aligned right, padded left with NO_TOKEN
+    grammar_states: jax.Array  # int32 [R]: see `plan.GrammarPlace`; 0 is no grammar
+    grammar_transitions: jax.Array  # int32 [R]
+    grammar_classes: jax.Array  # int32 [R]
+    grammar_num_classes: jax.Array  # int32 [R]
 
     @property
     def penalised(self) -> jax.Array:  # bool [R]
@@ -67,6 +71,7 @@ class RowState:
     done: jax.Array  # bool [R]
     recent: jax.Array  # int32 [R, MAX_BAD_WORD_LEN]: last output tokens, newest last, padded with NO_TOKEN
     counts: jax.Array  # uint16 [R, V]: see PROMPT_BIT
+    grammar_state: jax.Array  # int32 [R]: counted from the grammar's first
 
 
 def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
@@ -83,11 +88,14 @@ def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
         done=jnp.ones(rows, bool),
         recent=jnp.full((rows, MAX_BAD_WORD_LEN), NO_TOKEN, jnp.int32),
         counts=jnp.zeros((rows, vocab_size), jnp.uint16),
+        grammar_state=jnp.zeros(rows, jnp.int32),
     )
 
 
-def set_rows(state: RowState, rows: jax.Array, params: RowParams, recent: jax.Array) -> RowState:
-    """Starts requests in `rows` int32 [B]; `params` and `recent` hold one entry each. Padding goes to the null row."""
+def set_rows(
+    state: RowState, rows: jax.Array, params: RowParams, recent: jax.Array, grammar_state: jax.Array
+) -> RowState:
+    """Starts requests in `rows` int32 [B]; the others hold one entry each. Padding goes to the null row."""
     null_row = state.done.shape[0] - 1
     return dataclasses.replace(
         state,
@@ -95,6 +103,7 @@ def set_rows(state: RowState, rows: jax.Array, params: RowParams, recent: jax.Ar
         page_table=state.page_table.at[rows].set(0),
         done=state.done.at[rows].set(rows == null_row),
         recent=state.recent.at[rows].set(recent),
+        grammar_state=state.grammar_state.at[rows].set(grammar_state),
     )
 
 
@@ -123,12 +132,17 @@ def count_tokens(counts: jax.Array, rows: jax.Array, token_ids: jax.Array) -> ja
 
 def pack_setups(
     setups: Sequence[RowSetup], places: np.ndarray, size: int, vocab_size: int
-) -> tuple[RowParams, np.ndarray]:
-    """`RowParams` and `recent` with `size` entries, as numpy; setup i stands at `places[i]`, the others are padding."""
+) -> tuple[RowParams, np.ndarray, np.ndarray]:
+    """`RowParams`, `recent` and `grammar_state` with `size` entries, as numpy.
+
+    Setup i stands at `places[i]`, the others are padding.
+    """
+    grammar_state = np.zeros(size, np.int32)
     recent = np.full((size, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
     words = -(-vocab_size // 32)
     fields: dict[str, Any] = dict(  # numpy stands in for jax arrays until it is handed over
         **{name: np.zeros(size, np.int32) for name in ("prompt_len", "max_total_len", "min_total_len", "top_k")},
+        **{f"grammar_{name}": np.zeros(size, np.int32) for name in GrammarPlace._fields},
         **{name: np.zeros(size, np.float32) for name in ("temperature", "min_p", "frequency", "presence")},
         **{name: np.ones(size, np.float32) for name in ("top_p", "repetition")},
         **{name: np.zeros(size, bool) for name in ("wants_logprobs", "has_allowed")},
@@ -145,7 +159,8 @@ def pack_setups(
         _pack_one(p, i, setup, vocab_size)
         tail = setup.token_ids[setup.prompt_len :][-MAX_BAD_WORD_LEN:]
         recent[i, MAX_BAD_WORD_LEN - len(tail) :] = tail
-    return p, recent
+        grammar_state[i] = setup.grammar_state
+    return p, recent, grammar_state
 
 
 def _pack_one(p: RowParams, i: int, setup: RowSetup, vocab_size: int) -> None:
@@ -167,6 +182,8 @@ def _pack_one(p: RowParams, i: int, setup: RowSetup, vocab_size: int) -> None:
     if s.allowed_token_ids is not None:
         p.has_allowed[i] = True  # type: ignore[index]
         p.allowed[i] = pack_bits(np.asarray(s.allowed_token_ids), vocab_size)  # type: ignore[index]
+    for name, value in (setup.grammar._asdict() if setup.grammar is not None else {}).items():
+        getattr(p, f"grammar_{name}")[i] = value
     for j, word in enumerate(setup.bad_words_ids):
         p.bad_words[i, j, MAX_BAD_WORD_LEN - len(word) :] = word  # type: ignore[index]
 
