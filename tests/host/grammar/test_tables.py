@@ -1,0 +1,171 @@
+"""The fast table builder against the plain one, on automata and vocabularies drawn at random."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from jaxkv.errors import RequestError
+from jaxkv.grammar import loops
+from jaxkv.grammar.automaton import ENTER, NO_TICK, TICK, ByteAutomaton, Counters
+from jaxkv.grammar.matcher import TokenMatcher
+from jaxkv.grammar.tables import TokenTables, build_tables
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
+
+from .plain_tables import PlainTables
+
+ALPHABET = b'ab",\\x'
+
+
+def make_automaton(
+    rows: list[dict[int, int]], accepting: set[int], start: int = 1, counters: Counters | None = None
+) -> ByteAutomaton:
+    """Automaton with a class for each byte of ALPHABET (by index) and one for all others, trimmed."""
+    table = np.zeros((len(rows), len(ALPHABET) + 1), np.int32)
+    for state, row in enumerate(rows):
+        for symbol, target in row.items():
+            table[state, symbol] = target
+    byte_class = np.full(256, len(ALPHABET), np.uint8)
+    byte_class[list(ALPHABET)] = np.arange(len(ALPHABET))
+    accepts = np.zeros(len(rows), bool)
+    accepts[list(accepting)] = True
+    alive = accepts.copy()
+    for _ in rows:
+        alive |= alive[table].any(axis=1)
+    alive[0] = False
+    table[~alive] = 0
+    table[~alive[table]] = 0
+    return ByteAutomaton(byte_class, table, accepts & alive, start if alive[start] else 0, counters)
+
+
+@st.composite
+def automata(draw: st.DrawFn) -> ByteAutomaton:
+    size = draw(st.integers(2, 9))
+    rows = [{}] + [
+        draw(st.dictionaries(st.integers(0, len(ALPHABET)), st.integers(1, size - 1), max_size=7))
+        for _ in range(size - 1)
+    ]
+    return make_automaton(rows, draw(st.sets(st.integers(1, size - 1), min_size=1)))
+
+
+@st.composite
+def counted_automata(draw: st.DrawFn) -> ByteAutomaton:
+    """Some counted strings in a row or a circle, with characters of one and of two bytes, and escapes."""
+    num = draw(st.integers(1, 3))
+    limits = [(0, 0)]
+    for _ in range(num):
+        least = draw(st.integers(0, 6))
+        limits.append((least, draw(st.one_of(st.integers(max(1, least), least + 8), st.just(1 << 30)))))
+    rows: list[dict[int, int]] = [{}, {2: 4}, {3: 0}, {}]
+    a, b, quote, comma, escape, x = range(6)
+    region, ticks = [0, 0, 0, 0], [{}, {quote: ENTER}, {}, {}]
+    for i in range(num):  # states 4 + 3 i: inside, after an escape, after the string
+        inside, escaped, after = 4 + 3 * i, 5 + 3 * i, 6 + 3 * i
+        rows += [{a: inside, b: inside, quote: after, escape: escaped}, {a: inside, quote: inside}, {}]
+        if draw(st.booleans()):
+            rows[-3][x] = inside
+        if draw(st.booleans()):
+            rows[-3][6] = inside  # all other bytes: a wide loop
+        following = 4 + 3 * draw(st.integers(0, num - 1))
+        rows[-1] = {quote: following}
+        if draw(st.booleans()):
+            rows[-1][comma] = 1
+        region += [i + 1, i + 1, 0]
+        ticks += [{a: TICK, b: TICK, escape: TICK, x: TICK, 6: TICK}, {}, {quote: ENTER}]
+    size = len(rows)
+    counters = Counters(
+        region=np.array(region, np.int16),
+        limits=np.array(limits, np.int32),
+        tick=np.zeros((size, len(ALPHABET) + 1), np.int8),
+    )
+    for state, row in enumerate(ticks):
+        for symbol, effect in row.items():
+            counters.tick[state, symbol] = effect if symbol in rows[state] else NO_TICK
+    return make_automaton(rows, {4 + 3 * i + 2 for i in range(num)}, counters=counters)
+
+
+@st.composite
+def vocabularies(draw: st.DrawFn) -> TokenVocabulary:
+    """A few ids without bytes, some twice, mostly all single bytes of the alphabet."""
+    pieces = st.lists(st.sampled_from(list(ALPHABET + b"\xc3y")), min_size=1, max_size=6).map(bytes)
+    tokens = draw(st.lists(pieces, max_size=25))
+    if draw(st.integers(0, 3)):
+        tokens += [bytes([byte]) for byte in ALPHABET + b"y"]
+    tokens = draw(st.permutations([*tokens, b"", b"<end>", *tokens[:2]]))
+    end = tokens.index(b"<end>")
+    return make_vocabulary(tokens, size=len(tokens) + draw(st.integers(0, 40)), end_ids=[end])
+
+
+def assert_same(automaton: ByteAutomaton, vocabulary: TokenVocabulary, tables: TokenTables) -> None:
+    """Every place that tokens reach: same masks, same places after each token, same distances."""
+    plain = PlainTables(automaton, vocabulary)
+    counters = automaton.counters
+    places = {plain.start: TokenMatcher(tables)}
+    todo = [plain.start]
+    while todo:
+        place = todo.pop()
+        matcher = places[place]
+        assert tables.byte_state[matcher.state] == place[0]
+        if counters is not None and counters.region[place[0]]:
+            assert matcher.counter == place[1]
+        expected = plain.mask(place)
+        np.testing.assert_array_equal(matcher.mask(), expected)
+        assert matcher.dist == plain.dist[place]
+        assert matcher.is_accepting == (plain.dist[place] == 0)
+        for remaining in (matcher.dist, matcher.dist + 1):
+            in_time = expected.copy()
+            for token, after in plain.after[place].items():
+                in_time[token] = plain.dist[after] <= remaining - 1
+            np.testing.assert_array_equal(matcher.mask(remaining), in_time)
+        for token, after in plain.after[place].items():
+            following = TokenMatcher(tables)
+            following.state, following.counter = matcher.state, matcher.counter
+            assert following.advance(token)
+            if after not in places:
+                places[after] = following
+                todo.append(after)
+            else:
+                assert following.state == places[after].state
+    assert len(places) == len(plain.dist.keys() & reached(plain))
+    assert tables.num_states == 1 + len({state for state, _ in places})
+    bits = np.unpackbits(tables.masks.view(np.uint8), axis=1, bitorder="little")
+    assert not bits[:, vocabulary.size :].any()
+
+
+def reached(plain: PlainTables) -> set[tuple[int, int]]:
+    seen, todo = {plain.start}, [plain.start]
+    while todo:
+        for after in plain.after[todo.pop()].values():
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+    return seen
+
+
+def check(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> None:
+    if automaton.start == 0 or PlainTables(automaton, vocabulary).start not in PlainTables(automaton, vocabulary).dist:
+        with pytest.raises(RequestError, match="no text"):
+            build_tables(automaton, vocabulary)
+        return
+    assert_same(automaton, vocabulary, build_tables(automaton, vocabulary))
+
+
+@pytest.fixture(params=[1, 16], ids=["loops everywhere", "wide loops"], autouse=True)
+def _min_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MIN_WIDTH", request.param)
+
+
+@hypothesis.given(automata(), vocabularies())
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+def test_equals_plain_builder(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> None:
+    check(automaton, vocabulary)
+
+
+@hypothesis.given(counted_automata(), vocabularies())
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+def test_equals_plain_builder_with_counters(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> None:
+    counters = automaton.counters
+    finite = dataclasses.replace(counters, limits=np.minimum(counters.limits, 40))
+    check(dataclasses.replace(automaton, counters=finite), vocabulary)
