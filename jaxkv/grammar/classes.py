@@ -166,9 +166,9 @@ def _check(table: Transitions, rows: Rows, effect: np.ndarray) -> None:
         assert np.array_equal(pair_of_cell[source[template.stay_pair], column], template.stay_pair)
         total += len(template.stay_rank) * len(group.states)
     members = np.bincount(classes, minlength=len(table.sample))
-    if len(rows.ranges):
-        index, column = _range_cells(table, rows)
-        total += int(members[column[table.next[rows.ranges[index, 3], column] != 0]].sum())
+    for head, ranges in split_by(rows.ranges, rows.ranges[:, 3]) if len(rows.ranges) else []:
+        before = np.concatenate([[0], np.cumsum(table.next[head][classes] != 0)])
+        total += int((before[ranges[:, 2]] - before[ranges[:, 1]]).sum())
     assert total == int((np.count_nonzero(table.next, axis=0) * members).sum()), "two columns have one hash"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.grammar.automaton import DEAD, NO_TICK, ByteAutomaton, Counters
 from jaxkv.grammar.trie import Trie, build_trie
 from jaxkv.grammar.vocabulary import TokenVocabulary
-from jaxkv.grammar.walk import Steps, walk
+from jaxkv.grammar.walk import MAX_TICKS, Steps, walk
 
 MIN_WIDTH = 16  # bytes that lead a state to itself before it is worth a template
 MAX_DETOUR = 12  # longest way from the state back to itself: an escaped surrogate pair, `\ud83d\ude00`, has 12 bytes
@@ -187,15 +187,16 @@ def make_template(local: ByteAutomaton, size: int, vocabulary: TokenVocabulary) 
 
     result = walk(local, trie, np.arange(1, 1 + size), stop=lambda state, _: state > size, visit=visit)
     edges = result.edges
-    triples = np.stack([edges.origin, edges.state - 1, edges.ticks], axis=1)
-    pairs, pair = np.unique(triples, axis=0, return_inverse=True) if len(edges) else (triples, edges.origin)
-    pair = pair.ravel().astype(np.int32)
+    key = (edges.origin.astype(np.int64) * len(local.next) + edges.state - 1) * (MAX_TICKS + 1) + edges.ticks
+    _, first, pair = np.unique(key, return_index=True, return_inverse=True)
+    pairs = np.stack([edges.origin[first], edges.state[first] - 1, edges.ticks[first]], axis=1)
+    pair = pair.astype(np.int32)
     head_pair = np.full(len(vocabulary.strings), -1, np.int32)
     of_head = edges.origin == 0
     head_pair[edges.where[of_head]] = pair[of_head]
     num_exits = len(local.next) - 1 - size
     exits = tuple(_make_exit(result.stops, result.stop_depth, 1 + size + i, vocabulary) for i in range(num_exits))
-    return Template(edges.where, pair, pairs.astype(np.int32), head_pair, exits, in_head)
+    return Template(edges.where, pair, pairs, head_pair, exits, in_head)
 
 
 def _make_exit(stops: Steps, depths: np.ndarray, state: int, vocabulary: TokenVocabulary) -> Exit:
