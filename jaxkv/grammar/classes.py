@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
+from jaxkv.grammar.borrowing import Borrowing
 from jaxkv.grammar.errors import TooLarge
-from jaxkv.grammar.hashing import mix, sum_by
-from jaxkv.grammar.rows import LoopGroup, Rows, expand
+from jaxkv.grammar.hashing import cell_hash, mix, sum_by
+from jaxkv.grammar.rows import Rows, expand
 from jaxkv.grammar.vocabulary import TokenVocabulary
 
 
@@ -44,7 +45,8 @@ def transitions(automaton: ByteAutomaton, rows: Rows, vocabulary: TokenVocabular
     """
     steps = rows.single
     effect = effects(automaton, steps.state, steps.left, steps.count)
-    columns = _column_hashes(automaton, rows, effect, len(vocabulary.strings))
+    borrowing = Borrowing(rows, len(vocabulary.strings))
+    columns = _column_hashes(automaton, rows, effect, borrowing, len(vocabulary.strings))
     alive = np.flatnonzero(columns)
     _, first, inverse = np.unique(columns[alive], return_index=True, return_inverse=True)
     by_rank = np.argsort(first)
@@ -64,51 +66,28 @@ def transitions(automaton: ByteAutomaton, rows: Rows, vocabulary: TokenVocabular
         None if automaton.counters is None else np.zeros((automaton.num_states, len(sample)), np.int16),
     )
     _fill(result, rows, effect)
-    _check(result, rows, effect)
+    _check(result, rows, effect, borrowing)
     return result
 
 
-def _column_hashes(automaton: ByteAutomaton, rows: Rows, effect: np.ndarray, num_ranks: int) -> np.ndarray:
+def _column_hashes(
+    automaton: ByteAutomaton, rows: Rows, effect: np.ndarray, borrowing: Borrowing, num_ranks: int
+) -> np.ndarray:
     """uint64 [ranks]; 0 for tokens that no state allows."""
     steps = rows.single
     weight = mix(np.arange(automaton.num_states), 1) | np.uint64(1)
-    cell = _cell_hash(steps.state, effect)
+    cell = cell_hash(steps.state, effect)
     columns = sum_by(steps.where, weight[steps.origin] * cell, num_ranks)
     for group in rows.groups:
         pairs = group.template.pairs
         after = group.states[:, pairs[:, 1]]  # [loops, P]
         counted = automaton.counters is not None and automaton.counters.region[group.states[0, 0]] != 0
         ticks = pairs[:, 2] if counted else np.zeros(len(pairs), np.int32)
-        hashes = _cell_hash(after, ticks)
+        hashes = cell_hash(after, ticks)
         total = np.add.reduce(weight[group.states[:, pairs[:, 0]]] * hashes, axis=0)
         np.add.at(columns, group.template.stay_rank, total[group.template.stay_pair])
-    _add_ranges(columns, rows, weight, cell)
+    borrowing.add_to_columns(columns, weight, cell)
     return columns
-
-
-def _add_ranges(columns: np.ndarray, rows: Rows, weight: np.ndarray, cell: np.ndarray) -> None:
-    """For each head: the weights of all states that borrow its answer to a token, times the hash of that answer."""
-    if not len(rows.ranges):
-        return
-    order = np.argsort(rows.single.origin, kind="stable")
-    origin = rows.single.origin[order]
-    for head, ranges in split_by(rows.ranges, rows.ranges[:, 3]):
-        borrowed = np.zeros(len(columns) + 1, np.uint64)
-        np.add.at(borrowed, ranges[:, 1], weight[ranges[:, 0]])
-        np.subtract.at(borrowed, ranges[:, 2], weight[ranges[:, 0]])
-        borrowed = np.cumsum(borrowed, dtype=np.uint64)
-        group, states = loop_of_head(rows, head)
-        pairs, pair = group.template.pairs, group.template.head_pair
-        stays = np.flatnonzero(pair >= 0)
-        hashes = _cell_hash(states[pairs[:, 1]], np.zeros(len(pairs), np.int32))
-        columns[stays] += borrowed[stays] * hashes[pair[stays]]
-        own = order[slice(*np.searchsorted(origin, [head, head + 1]))]
-        rank = rows.single.where[own]
-        columns[rank] += borrowed[rank] * cell[own]
-
-
-def _cell_hash(state: np.ndarray, effect: np.ndarray) -> np.ndarray:
-    return mix(state.astype(np.int64) * (1 << 20) + effect + (1 << 18), 2)
 
 
 def _fill(table: Transitions, rows: Rows, effect: np.ndarray) -> None:
@@ -145,7 +124,7 @@ def _range_cells(table: Transitions, rows: Rows) -> tuple[np.ndarray, np.ndarray
     return expand(low, high)
 
 
-def _check(table: Transitions, rows: Rows, effect: np.ndarray) -> None:
+def _check(table: Transitions, rows: Rows, effect: np.ndarray, borrowing: Borrowing) -> None:
     """Asserts that the table says of every token what the rows say, so that no hash stood for two columns.
 
     Every (state, token) of the rows agrees with its cell, and there are as many as the cells that are not 0 stand for.
@@ -166,23 +145,5 @@ def _check(table: Transitions, rows: Rows, effect: np.ndarray) -> None:
         assert np.array_equal(pair_of_cell[source[template.stay_pair], column], template.stay_pair)
         total += len(template.stay_rank) * len(group.states)
     members = np.bincount(classes, minlength=len(table.sample))
-    for head, ranges in split_by(rows.ranges, rows.ranges[:, 3]) if len(rows.ranges) else []:
-        before = np.concatenate([[0], np.cumsum(table.next[head][classes] != 0)])
-        total += int((before[ranges[:, 2]] - before[ranges[:, 1]]).sum())
+    total += int(borrowing.sums(np.ones(len(classes), np.uint64)).sum())
     assert total == int((np.count_nonzero(table.next, axis=0) * members).sum()), "two columns have one hash"
-
-
-def loop_of_head(rows: Rows, head: int) -> tuple[LoopGroup, np.ndarray]:
-    """The group of the loop with this head, and the loop's states."""
-    for group in rows.groups:
-        found = np.flatnonzero(group.states[:, 0] == head)
-        if len(found):
-            return group, group.states[found[0]]
-    raise AssertionError(f"state {head} is the head of no loop")
-
-
-def split_by(values: np.ndarray, keys: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(key, the values that have it) for each key, ascending."""
-    order = np.argsort(keys, kind="stable")
-    distinct, first = np.unique(keys[order], return_index=True)
-    return [(int(k), part) for k, part in zip(distinct, np.split(values[order], first[1:]), strict=False)]

@@ -16,3 +16,15 @@ def sum_by(index: np.ndarray, hashes: np.ndarray, size: int) -> np.ndarray:
     total = np.zeros(size, np.uint64)
     np.add.at(total, index, hashes)
     return total
+
+
+def cell_hash(state: np.ndarray, effect: np.ndarray | int) -> np.ndarray:
+    """uint64, of what a token does: the state after it and its effect on the counter."""
+    return mix(state.astype(np.int64) * (1 << 20) + effect + (1 << 18), 2)
+
+
+def split_by(values: np.ndarray, keys: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(key, the values that have it) for each key, ascending."""
+    order = np.argsort(keys, kind="stable")
+    distinct, first = np.unique(keys[order], return_index=True)
+    return [(int(k), part) for k, part in zip(distinct, np.split(values[order], first[1:]), strict=False)]

@@ -11,11 +11,12 @@ import dataclasses
 import numpy as np
 
 from jaxkv.grammar.automaton import DEAD, NO_TICK, ByteAutomaton, Counters
+from jaxkv.grammar.hashing import mix, split_by
 from jaxkv.grammar.trie import Trie, build_trie
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.walk import MAX_TICKS, Steps, walk
 
-MIN_WIDTH = 16  # bytes that lead a state to itself before it is worth a template
+MIN_WIDTH = 4  # bytes that lead a state to itself before it is worth a template; digits are 10, white space is 4
 MAX_DETOUR = 12  # longest way from the state back to itself: an escaped surrogate pair, `\ud83d\ude00`, has 12 bytes
 MAX_TEMPLATES = 64  # kept with a vocabulary, some 2 MB each at 128 k tokens
 
@@ -61,22 +62,22 @@ class Exit:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Loop:
-    """A loop of one automaton.
+class LoopGroup:
+    """Loops of one automaton that share a template.
 
     Attributes:
-        states: int32 [n], its states, the head first, in the order of the template.
-        outside: int32 [exits], the state that each way out leads to.
-        template: shared by all loops of this form.
+        template: what tokens do inside.
+        states: int32 [loops, n], the states of each, the head first, in the order of the template.
+        outside: int32 [loops, exits], the state that each way out leads to.
     """
 
+    template: Template
     states: np.ndarray
     outside: np.ndarray
-    template: Template
 
 
-def find_loops(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> list[Loop]:
-    """All wide loops, no two with a state in common."""
+def find_loops(automaton: ByteAutomaton, vocabulary: TokenVocabulary, barred: np.ndarray) -> list[LoopGroup]:
+    """All wide loops, no two with a state in common, none with a state of `barred` bool [N]."""
     width = np.bincount(automaton.byte_class, minlength=automaton.num_classes)
     to_itself = automaton.next == np.arange(automaton.num_states)[:, None]
     to_itself[DEAD] = False
@@ -84,26 +85,33 @@ def find_loops(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> list[Lo
     if not len(heads):
         return []
     owner = _owners(automaton, heads)
-    order = np.argsort(automaton.class_bytes)  # of the byte classes, the same in every automaton
-    loops = (_make_loop(automaton, vocabulary, head, owner, order) for head in heads.tolist())
-    return [loop for loop in loops if loop is not None]
+    groups: list[LoopGroup] = []
+    for states, outside in _alike(automaton, heads, owner):
+        good = ~barred[states].any(axis=1)
+        if automaton.counters is not None:  # a count cannot go on outside its loop
+            region = automaton.counters.region
+            inside = region[states[:, 0]]
+            good &= (inside == 0) | ~np.any(region[outside] == inside[:, None], axis=1)
+        if good.any():
+            states, outside = states[good], outside[good]
+            groups.append(LoopGroup(_template_of(automaton, states[0], outside[0], vocabulary), states, outside))
+    return groups
 
 
 def _owners(automaton: ByteAutomaton, heads: np.ndarray) -> np.ndarray:
     """int32 [N]: the head that a state cannot but come back to; -1 for states that can do else, and the dead one."""
     table, region = automaton.next, None if automaton.counters is None else automaton.counters.region
-    near = heads
-    for _ in range(MAX_DETOUR):
-        near = np.union1d(near, table[near])
-    near = np.setdiff1d(near, np.append(heads, DEAD))
+    near = _near(table, heads)
+    near = near[~automaton.accepting[near]]
     owner = np.full(automaton.num_states, -1, np.int32)
     owner[heads] = heads
     for _ in range(MAX_DETOUR):
         rows = table[near]
-        owners = np.where(rows == DEAD, -2, owner[rows])
-        highest = owners.max(axis=1, initial=-2)
-        agreed = np.where(owners == -2, highest[:, None], owners).min(axis=1, initial=1 << 30) == highest
-        found = agreed & (highest >= 0) & ~automaton.accepting[near]
+        dead = rows == DEAD
+        owners = owner[rows]
+        highest = np.where(dead, -2, owners).max(axis=1, initial=-2)
+        lowest = np.where(dead, automaton.num_states, owners).min(axis=1, initial=automaton.num_states)
+        found = (highest == lowest) & (highest >= 0)
         if region is not None:  # a detour may not leave the counted string
             found &= region[near] == region[highest]
         if not found.any():
@@ -113,18 +121,78 @@ def _owners(automaton: ByteAutomaton, heads: np.ndarray) -> np.ndarray:
     return owner
 
 
-def _make_loop(
-    automaton: ByteAutomaton, vocabulary: TokenVocabulary, head: int, owner: np.ndarray, order: np.ndarray
-) -> Loop | None:
-    """The loop of `head`; None if a way out stays in the counted string: its count would have to go on."""
-    states, outside = _trace(automaton.next, head, owner, order)
-    counters = automaton.counters
-    if (
-        counters is not None
-        and counters.region[head] != 0
-        and np.any(counters.region[outside] == counters.region[head])
-    ):
-        return None
+def _near(table: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Other states that a head leads to within MAX_DETOUR bytes."""
+    seen = np.zeros(len(table), bool)
+    seen[heads] = seen[DEAD] = True
+    found, front = [heads[:0]], heads
+    for _ in range(MAX_DETOUR):
+        reached = np.zeros(len(table), bool)
+        reached[table[front]] = True
+        front = np.flatnonzero(reached & ~seen)
+        seen[front] = True
+        found.append(front)
+    return np.concatenate(found)
+
+
+def _alike(automaton: ByteAutomaton, heads: np.ndarray, owner: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(states [loops, n], outside [loops, exits]) of loops that look alike.
+
+    A search over bytes in their order, of all loops at once: it starts with all heads in one group, and parts those
+    whose next row of the table differs, in what was met before, what is new, and where.
+    """
+    table = automaton.next
+    order = np.argsort(automaton.class_bytes)
+    done: list[tuple[np.ndarray, np.ndarray]] = []
+    todo = [(heads[:, None].astype(np.int32), np.zeros((len(heads), 0), np.int32), 0)]
+    while todo:
+        states, outside, index = todo.pop()
+        if index == states.shape[1]:
+            done.append((states, outside))
+            continue
+        rows = table[states[:, index]][:, order]
+        owned = owner[rows] == states[:, :1]
+        # What a cell is: dead, a state or way out met before, or new. New ones by where in the row they first stand.
+        what = np.where(owned, 0, 1 << 10) + _first_places(rows) + (1 << 11)
+        for i, known in enumerate(states.T):
+            what[rows == known[:, None]] = 1 + i
+        for i, known in enumerate(outside.T):
+            what[rows == known[:, None]] = 1 << 12 | i
+        what[rows == DEAD] = 0
+        if automaton.counters is not None:
+            what += automaton.counters.tick[states[:, index]][:, order].astype(np.int64) << 14
+        hashes = np.add.reduce(mix(what) * (mix(np.arange(rows.shape[1]), 5) | np.uint64(1)), axis=1)
+        for _, group in split_by(np.arange(len(rows)), hashes):
+            first = what[group[0]]
+            assert (what[group] == first).all(), "two rows have one hash"
+            fresh = (first & (1 << 11) != 0) & (first & ((1 << 10) - 1) == np.arange(len(first)))
+            inner, outer = (np.flatnonzero(fresh & (first & (1 << 10) == bit)) for bit in (0, 1 << 10))
+            members = rows[group]
+            todo.append(
+                (
+                    np.concatenate([states[group], members[:, inner]], axis=1),
+                    np.concatenate([outside[group], members[:, outer]], axis=1),
+                    index + 1,
+                )
+            )
+    return done
+
+
+def _first_places(rows: np.ndarray) -> np.ndarray:
+    """int64 [R, C]: the first column of the row that holds the same value."""
+    order = np.argsort(rows, axis=1, kind="stable")
+    ordered = np.take_along_axis(rows, order, axis=1)
+    starts = np.ones(rows.shape, bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    at = np.maximum.accumulate(np.where(starts, np.arange(rows.shape[1]), 0), axis=1)
+    result = np.empty(rows.shape, np.int64)
+    np.put_along_axis(result, order, np.take_along_axis(order, at, axis=1), axis=1)
+    return result
+
+
+def _template_of(
+    automaton: ByteAutomaton, states: np.ndarray, outside: np.ndarray, vocabulary: TokenVocabulary
+) -> Template:
     local, ticks = _isolate(automaton, states, outside)
     key = local.next.astype(np.int16).tobytes() + ticks.tobytes() + len(states).to_bytes(4, "little")
     templates = vocabulary.templates
@@ -134,24 +202,7 @@ def _make_loop(
             templates.pop(next(iter(templates)))
         template = make_template(local, len(states), vocabulary)
     templates[key] = template  # the last one used stands last
-    return Loop(states, outside, template)
-
-
-def _trace(table: np.ndarray, head: int, owner: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """States of the loop of `head`, and the states it leads to, as a search over bytes in their order meets them."""
-    states, place, outside = [head], {head}, dict[int, None]()
-    for state in states:  # grows while it is read
-        row = table[state, order]
-        _, firsts = np.unique(row, return_index=True)
-        for target in row[np.sort(firsts)].tolist():
-            if target == DEAD or target in place:
-                continue
-            if owner[target] == head:
-                place.add(target)
-                states.append(target)
-            else:
-                outside[target] = None
-    return np.array(states, np.int32), np.array(list(outside), np.int32)
+    return template
 
 
 def _isolate(automaton: ByteAutomaton, states: np.ndarray, outside: np.ndarray) -> tuple[ByteAutomaton, np.ndarray]:

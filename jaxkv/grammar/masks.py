@@ -13,9 +13,9 @@ import dataclasses
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.classes import loop_of_head, split_by
+from jaxkv.grammar.borrowing import Borrowing
 from jaxkv.grammar.errors import TooLarge
-from jaxkv.grammar.hashing import mix, sum_by
+from jaxkv.grammar.hashing import mix, split_by, sum_by
 from jaxkv.grammar.rows import Rows, expand
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.windows import BASE, LEN_A, LEN_B, LOW_A, LOW_B, plain_windows
@@ -132,9 +132,7 @@ class _Painter:
         self._vocabulary = vocabulary
         self._token_hash = mix(np.arange(len(vocabulary.strings)), 3)
         self.end_hash = mix(np.array([0]), 4)[0]
-        order = np.argsort(rows.single.origin, kind="stable")
-        self._single = rows.single.take(order)
-        self._first = np.searchsorted(self._single.origin, np.arange(automaton.num_states + 1))
+        self._single, self._first = rows.single, rows.first
         self._ranges = dict(split_by(rows.ranges, rows.ranges[:, 0])) if len(rows.ranges) else {}
         self._place: dict[int, tuple[int, int]] = {  # state -> (group, local state)
             state: (g, local)
@@ -154,10 +152,8 @@ class _Painter:
         for group, pair_hash in zip(self._rows.groups, self._pair_hash, strict=True):
             for (source, _, _), value in zip(group.template.pairs.tolist(), pair_hash, strict=True):
                 total[group.states[:, source]] += value
-        for head, ranges in split_by(self._rows.ranges, self._rows.ranges[:, 3]) if self._ranges else []:
-            sums = np.zeros(len(self._token_hash) + 1, np.uint64)
-            np.cumsum(self._token_hash * self._flags_of_head(head), dtype=np.uint64, out=sums[1:])
-            np.add.at(total, ranges[:, 0], sums[ranges[:, 2]] - sums[ranges[:, 1]])
+        borrowed = Borrowing(self._rows, len(self._token_hash)).sums(self._token_hash)
+        np.add.at(total, self._rows.ranges[:, 0], borrowed)
         return total + self.end_hash * self._automaton.accepting
 
     def counted_hashes(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -236,8 +232,8 @@ class _Painter:
 
     def _flags_of_head(self, head: int) -> np.ndarray:
         if head not in self._head_flags:
-            group, _ = loop_of_head(self._rows, head)
-            flags = group.template.head_pair >= 0
+            group, _ = self._place[head]
+            flags = self._rows.groups[group].template.head_pair >= 0
             flags[self._single.where[self._first[head] : self._first[head + 1]]] = True
             self._head_flags[head] = flags
         return self._head_flags[head]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.loops import Loop, Template, find_loops
+from jaxkv.grammar.loops import LoopGroup, find_loops
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.walk import Steps, join_steps, walk
 
@@ -18,45 +18,31 @@ from jaxkv.grammar.walk import Steps, join_steps, walk
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """Attributes:
-    single: tokens on their own; `origin` is the state before.
+    single: tokens on their own; `origin` is the state before, in ascending order.
+    first: int64 [N + 1], where the single tokens of each state start.
     ranges: int32 [G, 4] (state, low, high, head): tokens of ranks low .. high - 1 do what they do in state `head`.
     groups: loops of one template.
     """
 
     single: Steps
+    first: np.ndarray
     ranges: np.ndarray
     groups: tuple["LoopGroup", ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoopGroup:
-    """Attributes:
-    template: what tokens do that stay in a loop; those that leave one are among the single tokens.
-    states: int32 [loops, n], the states that are the template's.
-    """
-
-    template: Template
-    states: np.ndarray
-
-
-def token_rows(
-    automaton: ByteAutomaton, vocabulary: TokenVocabulary, *, barred: np.ndarray | None = None, max_work: int
-) -> Rows:
+def token_rows(automaton: ByteAutomaton, vocabulary: TokenVocabulary, *, barred: np.ndarray, max_work: int) -> Rows:
     """Walks the vocabulary from every state.
 
     Args:
         automaton: with `Counters` or without.
         vocabulary: of the model.
-        barred: bool [N], states in which no token may end; None bars none.
+        barred: bool [N], states in which no token may end.
         max_work: most branches of a walk.
 
     Raises:
         TooLarge: there are more.
     """
-    loops = find_loops(automaton, vocabulary)
-    if barred is not None:
-        loops = [loop for loop in loops if not barred[loop.states].any()]
-    groups = _group(loops)
+    groups = find_loops(automaton, vocabulary, barred)
     plain = np.ones(automaton.num_states, bool)
     plain[0] = False
     for group in groups:
@@ -72,25 +58,16 @@ def token_rows(
     if len(inside):
         edges = walk(automaton, trie, inside, max_work=max_work).edges
         single.append(dataclasses.replace(edges, origin=inside[edges.origin]))
-    for group, members in zip(groups, _members(loops, groups), strict=True):
-        single += _leaving(automaton, group, members, max_work)
+    for group in groups:
+        single += _leaving(automaton, group, max_work)
     steps = join_steps(single)
-    if barred is not None:
+    if barred.any():
         steps = steps.take(np.flatnonzero(~barred[steps.state]))
+    steps = steps.take(np.argsort(steps.origin, kind="stable"))
+    first = np.searchsorted(steps.origin, np.arange(automaton.num_states + 1))
     stops = result.stops
     ranges = np.stack([outside[stops.origin], trie.low[stops.where], trie.high[stops.where], stops.state], axis=1)
-    return Rows(steps, _merge(ranges), groups)
-
-
-def _group(loops: Sequence[Loop]) -> tuple[LoopGroup, ...]:
-    by_template: dict[int, list[Loop]] = {}
-    for loop in loops:
-        by_template.setdefault(id(loop.template), []).append(loop)
-    return tuple(LoopGroup(group[0].template, np.stack([x.states for x in group])) for group in by_template.values())
-
-
-def _members(loops: Sequence[Loop], groups: Sequence[LoopGroup]) -> list[list[Loop]]:
-    return [[loop for loop in loops if loop.template is group.template] for group in groups]
+    return Rows(steps, first, _merge(ranges), tuple(groups))
 
 
 class _HeadStops:
@@ -117,11 +94,11 @@ class _HeadStops:
         return result
 
 
-def _leaving(automaton: ByteAutomaton, group: LoopGroup, loops: Sequence[Loop], max_work: int) -> list[Steps]:
+def _leaving(automaton: ByteAutomaton, group: LoopGroup, max_work: int) -> list[Steps]:
     """Tokens that leave the loops of a group: each way out is walked with what is left of them there."""
     parts: list[Steps] = []
     for way, exit in enumerate(group.template.exits):
-        targets, index = np.unique(np.array([loop.outside[way] for loop in loops], np.int32), return_inverse=True)
+        targets, index = np.unique(group.outside[:, way], return_inverse=True)
         zeros = np.zeros(len(targets), np.int32)
         rests = walk(automaton, exit.trie, targets, counts=zeros, max_work=max_work).edges
         none = np.arange(len(targets), dtype=np.int32)  # nothing is left: the token ends right there

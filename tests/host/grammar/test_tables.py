@@ -152,7 +152,7 @@ def check(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> None:
     assert_same(automaton, vocabulary, build_tables(automaton, vocabulary))
 
 
-@pytest.fixture(params=[1, 16], ids=["loops everywhere", "wide loops"], autouse=True)
+@pytest.fixture(params=[1, 16], ids=["loops everywhere", "wide loops only"], autouse=True)
 def _min_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MIN_WIDTH", request.param)
 
