@@ -66,6 +66,7 @@ class LLM:
         prefix_cache: bool = True,
         eviction: str = "lru",
         overlap: bool = True,
+        grammar_bytes: int | None = None,
         seed: int = 0,
         tensor: int = 1,
         data: int = 1,
@@ -92,6 +93,8 @@ class LLM:
             eviction: which cached pages go first when memory is needed: "lru", those not used for longest, or "cost",
                 those that are cheapest to compute again for their age.
             overlap: dispatch a step before the previous one was read; never changes the tokens.
+            grammar_bytes: memory of each device for the tables of structured outputs; None is 38 MB for a vocabulary of 49k,
+                100 MB for 128k. What does not fit is matched on the host.
             seed: base for requests without a seed of their own.
             tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.
             data: groups of `tensor` devices, each with all weights, over which the sequences are split.
@@ -106,7 +109,8 @@ class LLM:
         config = EngineConfig(
             max_len=max_len, max_rows=max_rows, kv_dtype=kv_dtype, page_size=page_size, num_pages=num_pages,
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
-            prefix_cache=prefix_cache, eviction=eviction, overlap=overlap, seed=seed,
+            prefix_cache=prefix_cache, eviction=eviction, overlap=overlap, grammar_bytes=grammar_bytes,
+            seed=seed,
         )  # fmt: skip
         engine, intake = build_engine(model, config, dtype=dtype, tensor=tensor, data=data, progress=progress)
         llm = cls(str(model), engine, intake, config)
@@ -207,6 +211,8 @@ class LLM:
         on_step: Callable[[], None] = lambda: None,
     ) -> list[RequestOutput]:
         each = _one_for_each(items, params or SamplingParams(), "SamplingParams")
+        for one in each:
+            self._engine.compile(one)  # all at once; `_submit` waits for each
         builders: list[OutputBuilder] = []
         try:
             for (prompt, caching), one in zip(items, each, strict=True):
@@ -344,6 +350,7 @@ class LLM:
         number = next(self._numbers)
         now = time.monotonic()
         token_ids = self._encode(prompt)
+        self._engine.await_grammar(len(token_ids), params)
         request = self._intake.make_request(
             f"request-{number}",
             token_ids,

@@ -15,6 +15,9 @@ from jaxkv.checkpoint.source import ModelSource
 from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
+from jaxkv.grammar.compiler import GrammarCompiler
+from jaxkv.grammar.room import GrammarRoom
+from jaxkv.grammar.vocabulary import vocabulary_of
 from jaxkv.intake import Intake
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import LlamaConfig
@@ -57,7 +60,8 @@ def build_engine(
     runner = Runner.build(
         module, resolved, mesh, vocab_size=geometry.vocab_size, head_dim=geometry.head_dim, cache=programs
     )
-    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap)
+    grammars = _grammars(tokenizer, geometry.vocab_size, resolved) if tokenizer is not None else None
+    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, grammars=grammars)
     return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
 
 
@@ -75,11 +79,16 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
     return np.dtype(names[dtype])
 
 
+def _grammars(tokenizer: Tokenizer, vocab_size: int, resolved: Resolved) -> GrammarCompiler:
+    room = GrammarRoom(resolved.scheduler.grammars, resolved.scheduler.max_rows)  # only to ask what fits
+    return GrammarCompiler(lambda: vocabulary_of(tokenizer, vocab_size), room.fits)
+
+
 def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
     pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
     facts = (
         family.name, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
-        config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
+        config.max_rows, config.max_len, config.decode_steps, config.grammars, dict(mesh.shape),
     )  # fmt: skip
     return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
 

@@ -19,6 +19,7 @@ class GrammarSizes:
     num_grammars: int = 8  # at once
     num_states: int = 4096
     num_transitions: int = 1 << 18
+    num_lookups: int = 1 << 14
     num_masks: int = 512
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class SchedulerConfig:
     steps_per_priority_level: int = 64  # steps of waiting that count as one priority level
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
     num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
-    grammars: GrammarSizes = GrammarSizes()  # noqa: RUF009 (frozen)
+    grammars: GrammarSizes = GrammarSizes()
 
     def __post_init__(self) -> None:
         for field in (

@@ -44,11 +44,18 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias or ())
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop and bad_words need a tokenizer, and this model has none; use stop_token_ids")
+        if (params.structured or params.suppress_eos_until) and self.tokenizer is None:
+            raise RequestError("structured and suppress_eos_until need a tokenizer, and this model has none")
         eos_ids = () if params.ignore_eos else self.eos_ids
         stop_ids = tuple(sorted({*eos_ids, *params.stop_token_ids}))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"stop_token_ids and the model's own end ids are {len(stop_ids)} ids; the limit is {MAX_STOP_IDS}"
+            )
+        if params.structured is not None and not stop_ids:
+            raise RequestError(
+                "structured output ends with an end token, and there is none: ignore_eos=True leaves none of the model's; "
+                "set ignore_eos=False or give stop_token_ids"
             )
         return Request(
             request_id=request_id,

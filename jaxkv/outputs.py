@@ -4,8 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from jaxkv.after_decoding import after_decoding
 from jaxkv.detokenizer import Detokenizer
 from jaxkv.events import Finished, NewTokens, Scores
+from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.request import Completion, FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxkv.stop_strings import StopMatch, StopMatcher
 from jaxkv.tokenizer import Tokenizer
@@ -81,6 +83,7 @@ class OutputBuilder:
         self.request = request
         self._watched = stream or request.params.needs_every_token
         self.prompt = prompt
+        self.grammar: CompiledGrammar | None = None  # set by the engine when it is compiled
         self._children = [_Child(CompletionText(request, tokenizer), []) for _ in range(request.params.n)]
         self._scores: list[TokenLogprobs | None] = [None]
         self._cached_tokens = self._written_tokens = 0
@@ -165,6 +168,12 @@ class OutputBuilder:
             reason, stop_reason = FinishReason.ERROR, None
         if (match := child.text.match) is not None and reason is not FinishReason.ERROR:
             token_ids, reason, stop_reason = token_ids[: match.num_tokens], FinishReason.STOP, match.stop
+        is_whole = reason is FinishReason.STOP and stop_reason is None
+        if self.grammar is not None and reason in (FinishReason.LENGTH, FinishReason.STOP) and not is_whole:
+            # Cut off, or just whole with its last token; a stop id may have been the last one.
+            output = token_ids[:-1] if token_ids and token_ids[-1] in self.request.stop_ids else token_ids
+            is_whole = self.grammar.accepts(output)
+            reason = FinishReason.STOP if is_whole else reason
         wants = self.request.params.logprobs is not None
         return Completion(
             index=event.child,
@@ -174,6 +183,7 @@ class OutputBuilder:
             stop_reason=stop_reason,
             logprobs=tuple(child.logprobs[: len(token_ids)]) if wants else None,
             error=child.error or event.error,
+            **(after_decoding(self.request.params.structured, child.text.text) if is_whole else {}),
         )
 
     def _assemble(self, now_s: float) -> RequestOutput:

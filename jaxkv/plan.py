@@ -16,28 +16,8 @@ import typing
 
 import numpy as np
 
+from jaxkv.grammar_layout import GrammarLoad, GrammarPlace
 from jaxkv.request import SamplingParams
-
-
-class GrammarPlace(typing.NamedTuple):
-    """Where a grammar lies in the device's pools, see `automata`."""
-
-    states: int  # first of its states; never 0, which stands for no grammar
-    transitions: int  # first of its transitions
-    classes: int  # its row of token classes
-    num_classes: int  # transitions a state
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class GrammarLoad:
-    """Writes a grammar's tables into the device's pools, at places that nobody uses."""
-
-    place: GrammarPlace
-    first_mask: int  # its first row of masks
-    states: np.ndarray  # int32 [S, automata.STATE_COLUMNS]; masks are named by their row in the pool
-    transitions: np.ndarray  # uint16 [S * num_classes]: the state that follows, counted from the first
-    class_of: np.ndarray  # uint16 [V]
-    masks: np.ndarray  # uint32 [M, ceil(V / 32)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -177,14 +177,15 @@ def _sample_and_advance(
     live: jax.Array,  # bool [N]
 ) -> tuple[RowState, jax.Array, Logprobs]:
     """Sample for all, remember for the live ones: a row that is not live stays as it was."""
-    recent, grammar_state = state.recent[rows], state.grammar_state[rows]
-    allowed = automata.constrain(logits, params, grammar_state, position, tables, live)
+    recent, grammar = state.recent[rows], (state.grammar_state[rows], state.grammar_count[rows])
+    allowed = automata.constrain(logits, params, *grammar, position, tables, live)
     token_ids = sampler.sample(allowed, params, position, state.counts, rows, recent, live)
     logprobs = sampler.logprobs_of(logits, token_ids, live & params.wants_logprobs)
     # A grammar lets a stop id through too early only where nothing else is left (behaviour 29): then it counts.
     may_stop = (position >= params.min_total_len) | (params.grammar_states != 0)
     stopped = (token_ids[:, None] == params.stop_ids).any(axis=1) & may_stop
     done = stopped | (position + 1 >= params.max_total_len)
+    grammar_state, grammar_count = automata.advance(token_ids, params, *grammar, tables)
     null_row = state.done.shape[0] - 1
     target = jnp.where(live, rows, null_row)
     state = dataclasses.replace(
@@ -194,7 +195,8 @@ def _sample_and_advance(
         done=state.done.at[target].set(done | ~live),
         recent=state.recent.at[target].set(sampler.push_recent(recent, token_ids)),
         counts=count_tokens(state.counts, target, token_ids),
-        grammar_state=state.grammar_state.at[target].set(automata.advance(token_ids, params, grammar_state, tables)),
+        grammar_state=state.grammar_state.at[target].set(grammar_state),
+        grammar_count=state.grammar_count.at[target].set(grammar_count),
     )
     return state, token_ids, logprobs
 

@@ -49,7 +49,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # in [-2, 2]; per occurrence in the output
     presence_penalty: float = 0.0  # in [-2, 2]; once if in the output
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
-    allowed_token_ids: tuple[int, ...] | None = None  # all other tokens are impossible
+    allowed_token_ids: tuple[int, ...] | None = None  # all others are impossible, but the end of a `structured` output
     bad_words: tuple[str, ...] = ()  # texts that must not be generated (matched on output tokens)
     stop: tuple[str, ...] = ()  # texts that end the output; a single str is accepted
     stop_token_ids: tuple[int, ...] = ()  # ids that end the output

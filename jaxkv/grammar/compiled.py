@@ -13,6 +13,8 @@ from jaxkv.grammar.tables import TokenTables
 class Matcher(Protocol):
     """One output's place in a grammar on the host. It never sees a stop id, nor a token after one."""
 
+    num_words: int  # of its masks, ceil(V / 32)
+
     @property
     def is_accepting(self) -> bool:
         """The output may end here."""

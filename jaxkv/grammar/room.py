@@ -89,7 +89,9 @@ class GrammarRoom:
             Ranges(self._num_host, sizes.num_masks),
             Ranges(1, sizes.num_grammars),
         )
-        self._residents: collections.OrderedDict[str, _Resident] = collections.OrderedDict()  # least recently used first
+        self._residents: collections.OrderedDict[str, _Resident] = (
+            collections.OrderedDict()
+        )  # least recently used first
         self._loads = []
 
     def fits(self, tables: TokenTables) -> bool:
@@ -100,16 +102,18 @@ class GrammarRoom:
             need <= cap for need, cap in zip(_needs(tables), caps, strict=True)
         )
 
-    def pin(self, grammar: OnDevice) -> GrammarPlace | None:
-        """Where the grammar lies, for one more row; None if there is no room as long as other rows keep theirs."""
-        resident = self._residents.get(grammar.key)
+    def pin(self, grammar: OnDevice) -> bool:
+        """Keeps the grammar there for one more row; False if there is no room as long as other rows keep theirs."""
+        resident = self._residents.get(grammar.key) or self._bring_in(grammar)
         if resident is None:
-            resident = self._bring_in(grammar)
-            if resident is None:
-                return None
+            return False
         self._residents.move_to_end(grammar.key)
         resident.num_pins += 1
-        return resident.place
+        return True
+
+    def place_of(self, grammar: OnDevice) -> GrammarPlace:
+        """Of a pinned grammar."""
+        return self._residents[grammar.key].place
 
     def unpin(self, grammar: OnDevice) -> None:
         resident = self._residents[grammar.key]

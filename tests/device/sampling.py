@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv import row_state
-from jaxkv.plan import GrammarPlace, RowSetup
+from jaxkv.grammar_layout import GrammarPlace
+from jaxkv.plan import RowSetup
 from jaxkv.request import SamplingParams
 
 

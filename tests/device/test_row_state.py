@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv import row_state
-from jaxkv.plan import GrammarPlace
+from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxkv.row_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT
 from tests.device.sampling import Row, row
@@ -60,7 +60,7 @@ def test_setup_writes_every_field() -> None:
     assert scalars == dict(
         prompt_len=3, max_total_len=33, min_total_len=9, temperature=0.25, top_k=11, top_p=0.75, min_p=0.125,
         repetition=1.5, frequency=-0.5, presence=0.25, child=5, wants_logprobs=True, has_allowed=True,
-        grammar_states=2, grammar_transitions=3, grammar_classes=4, grammar_num_classes=5, grammar_state=6,
+        grammar_states=2, grammar_transitions=3, grammar_classes=4, grammar_num_classes=5, grammar_state=6, grammar_count=0,
     )  # fmt: skip
     assert got["seed"].tolist() == [2**8, 17]
     assert got["stop_ids"].tolist() == pad((7, 9), MAX_STOP_IDS)
