@@ -15,7 +15,7 @@ from jaxkv.grammar.schema.normal import Clause, Normaliser
 from jaxkv.grammar.schema.objects import ObjectPlan, plan_objects
 from jaxkv.grammar.schema.unsupported import refuse
 
-_DEPTH = 4
+_DEPTH = 4  # values inside values that are looked into
 
 
 class Emptiness:
@@ -35,9 +35,10 @@ class Emptiness:
         self._numbers: dict[Formula, ByteAutomaton] = {}
         self._strings: dict[tuple[Formula, bool], list[ByteAutomaton]] = {}
         self._contents: dict[Formula, ByteAutomaton] = {}
-        self._empty: dict[Formula, bool] = {}
-        self._arrays: dict[Formula, list[ArrayPlan]] = {}
-        self._objects: dict[Formula, list[ObjectPlan]] = {}
+        self._empty: set[Formula] = set()
+        self._looked: dict[Formula, int] = {}  # not known to be empty, from how far down that was looked at
+        self._arrays: dict[tuple[Formula, int], list[ArrayPlan]] = {}
+        self._objects: dict[tuple[Formula, int], list[ObjectPlan]] = {}
         self._depth = 0
         self._active: set[Formula] = set()
 
@@ -45,10 +46,9 @@ class Emptiness:
         """Whether it is known that no value fulfils a formula."""
         if formula is self.pool.true:
             return False
-        found = self._empty.get(formula)
-        if found is not None:
-            return found
-        if self._depth >= _DEPTH or formula in self._active:
+        if formula in self._empty:
+            return True
+        if self._depth >= _DEPTH or self._depth >= self._looked.get(formula, _DEPTH) or formula in self._active:
             return False
         self._depth += 1
         self._active.add(formula)
@@ -59,8 +59,10 @@ class Emptiness:
         finally:
             self._depth -= 1
             self._active.discard(formula)
-        if found or not self._active:
-            self._empty[formula] = found
+        if found:
+            self._empty.add(formula)
+        else:
+            self._looked[formula] = self._depth
         return found
 
     def is_empty_of(self, local: Formula, of_type: int) -> bool:
@@ -164,23 +166,25 @@ class Emptiness:
 
     def array_plans(self, local: Formula) -> list[ArrayPlan]:
         """What a formula of array atoms says, as a union of plans."""
-        found = self._arrays.get(local)
+        key = (local, self._depth)
+        found = self._arrays.get(key)
         if found is None:
             plans = [plan_array(self.pool, clause, self.is_empty) for clause in self.normaliser.clauses(local)]
-            found = [plan for plan in plans if plan is not None]
-            if not self._active:
-                self._arrays[local] = found
+            found = self._arrays[key] = [plan for plan in plans if plan is not None]
         return found
 
     def object_plans(self, local: Formula) -> list[ObjectPlan]:
         """What a formula of object atoms says, as a union of plans."""
-        found = self._objects.get(local)
+        key = (local, self._depth)
+        found = self._objects.get(key)
         if found is None:
-            clauses = self.normaliser.clauses(local, lambda clause: bool(self._plans(clause)))
-            found = [plan for clause in clauses for plan in self._plans(clause)]
-            if not self._active:
-                self._objects[local] = found
-        return found
+            plans: dict[Clause, list[ObjectPlan]] = {}
 
-    def _plans(self, clause: Clause) -> list[ObjectPlan]:
-        return plan_objects(self.pool, clause, self.is_empty, self.names)
+            def possible(clause: Clause) -> bool:
+                if clause not in plans:
+                    plans[clause] = plan_objects(self.pool, clause, self.is_empty, self.names)
+                return bool(plans[clause])
+
+            clauses = self.normaliser.clauses(local, possible)
+            found = self._objects[key] = [plan for clause in clauses for plan in plans[clause]]
+        return found
