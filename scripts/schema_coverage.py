@@ -23,7 +23,7 @@ import numpy as np
 from jaxkv.errors import RequestError
 from jaxkv.grammar.schema import compile_schema
 
-TIMEOUT_S = 60
+TIMEOUT_S = 20  # of processor time, as all times here
 
 
 @dataclasses.dataclass
@@ -110,21 +110,21 @@ class Host:
 def measure(case: Case, options: dict, host: Host | None):
     """The counts of one case, seconds to compile, the automaton's states, and what went wrong."""
     row = Row(pairs=len(case.tests), schemas=1)
-    begin = time.perf_counter()
+    begin = time.process_time()
     wrong: list[str] = []
-    signal.alarm(TIMEOUT_S)
+    signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S)
     try:
         compiled = compile_schema(case.schema, **options)
     except (RequestError, TimeoutError) as error:
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         row.refused = len(case.tests)
         reason = f"{type(error).__name__}: {error}"
         if host is not None:
             _ask_host(case, row, host)
         return row, seconds, None, reason, wrong
     finally:
-        signal.alarm(0)
-    seconds = time.perf_counter() - begin
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    seconds = time.process_time() - begin
     row.built = 1
     for test in case.tests:
         accepted = compiled.automaton.matches(text_of(test["data"]))
@@ -164,9 +164,9 @@ def main() -> None:
     asked = parser.parse_args()
 
     def late(*_):
-        raise TimeoutError(f"more than {TIMEOUT_S} s")
+        raise TimeoutError(f"more than {TIMEOUT_S} s of processor time")
 
-    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGPROF, late)
     host = Host() if asked.host else None
     options = dict(additional=asked.additional, whitespace=asked.whitespace)
     rows: dict[str, Row] = collections.defaultdict(Row)
@@ -190,7 +190,7 @@ def main() -> None:
                 print("refused ", case.name, reason[:200], f"{seconds:.2f} s")
     _print_table(rows)
     for kind in times:
-        _print_spread(f"{kind}: seconds", np.array(times[kind]))
+        _print_spread(f"{kind}: processor seconds", np.array(times[kind]))
         _print_spread(f"{kind}: states", np.array(sizes[kind]))
     for seconds, name, what in sorted(taken, reverse=True)[: asked.worst]:
         print(f"{seconds:7.2f} s  {name}: {what[:160]}")

@@ -17,8 +17,10 @@ from jaxkv.grammar.schema.values import Level, Values
 
 # Tried in turn: small schemas keep all freedom, large ones a fixed order and flat free values.
 LEVELS = (
-    Level(any_order=3, between=True, free=4, nested=5, states=3_000),
-    Level(any_order=0, between=True, free=3, nested=4, states=6_000),
+    Level(any_order=3, between=True, free=5, nested=5, states=2_000),
+    Level(any_order=0, between=True, free=4, nested=4, states=4_000),
+    Level(any_order=0, between=False, free=4, nested=4, states=5_000),
+    Level(any_order=0, between=False, free=3, nested=3, states=12_000),
     Level(any_order=0, between=False, free=2, nested=3, states=40_000),
 )
 
@@ -68,18 +70,19 @@ def compile_schema(
         InvalidSchema: the schema is wrong.
         TooLarge: over the budget at every level.
     """
-    schema = _own_copy(schema)
+    reader = _Prepared(_own_copy(schema), Reading(additional == "closed", strict, formats), budget)
     failure: TooLarge | None = None
     for level in LEVELS:
-        limits = Budget(min(level.states, budget.states), min(4 * level.states, budget.work))
         for counters in (True, False):
             try:
-                return _compile(schema, Reading(additional == "closed", strict, formats), level, limits, whitespace, counters)
+                return reader.compile(level, flexible=whitespace == "flexible", counters=counters)
             except CounterConflict as error:
                 failure = error
-            except (TooLarge, RecursionError) as error:
-                failure = error if isinstance(error, TooLarge) else TooLarge("the schema is nested too deeply")
+            except TooLarge as error:
+                failure = error
                 break
+            except RecursionError:
+                raise TooLarge("the schema is nested too deeply; use the host matcher") from None
     assert failure is not None
     raise failure
 
@@ -92,16 +95,37 @@ def _own_copy(schema: dict[str, Any] | bool | str) -> Any:
         raise InvalidSchema(f"the schema is not JSON: {error}") from None
 
 
-def _compile(schema: Any, reading: Reading, level: Level, budget: Budget, whitespace: str, counters: bool) -> CompiledSchema:
-    pool = Pool()
-    reader = Reader(schema, pool, reading, budget, lambda formula: emptiness.is_empty(formula))
-    normaliser = Normaliser(pool, reader.expand)
-    emptiness = Emptiness(pool, normaliser, budget)
-    relaxed = None if reading.strict else reader.relaxed
-    flexible = whitespace == "flexible"
-    graph = Graph(budget)
-    values = Values(
-        graph, pool, normaliser, emptiness, level, budget, flexible=flexible, counters=counters, relax_unique=relaxed
-    )
-    automaton = determinise(graph, values.space(values.value(reader.schema(schema), values.space(FINAL))))
-    return CompiledSchema(automaton, level, tuple(reader.relaxed), tuple(reader.annotations))
+class _Prepared:
+    """A schema that is read once, for all levels."""
+
+    def __init__(self, schema: Any, reading: Reading, budget: Budget) -> None:
+        self.budget = budget
+        self.strict = reading.strict
+        self.pool = Pool()
+        self.reader = Reader(schema, self.pool, reading, budget, lambda formula: self.emptiness.is_empty_anew(formula))
+        self.normaliser = Normaliser(self.pool, self.reader.expand)
+        self.emptiness = Emptiness(self.pool, self.normaliser, budget)
+        self.formula = self.reader.schema(schema)
+
+    def compile(self, level: Level, *, flexible: bool, counters: bool) -> CompiledSchema:
+        """The automaton at one level.
+
+        Raises:
+            TooLarge: over the budget or the level's limit.
+        """
+        # Sharing makes the deterministic automaton about as large as what it is made from: more ends the attempt early.
+        limits = Budget(min(level.states, self.budget.states), min(2 * level.states, self.budget.work))
+        values = Values(
+            Graph(limits),
+            self.pool,
+            self.normaliser,
+            self.emptiness,
+            level,
+            limits,
+            flexible=flexible,
+            counters=counters,
+            relax_unique=None if self.strict else self.reader.relaxed,
+        )
+        start = values.space(values.value(self.formula, values.space(FINAL)))
+        automaton = determinise(values.graph, start)
+        return CompiledSchema(automaton, level, tuple(self.reader.relaxed), tuple(self.reader.annotations))

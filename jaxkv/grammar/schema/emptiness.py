@@ -12,7 +12,7 @@ from jaxkv.grammar.schema import strings
 from jaxkv.grammar.schema.arrays import ArrayPlan, plan_array
 from jaxkv.grammar.schema.formula import ARRAY, NUMBER, OBJECT, STRING, TYPES, Formula, Pool
 from jaxkv.grammar.schema.normal import Clause, Normaliser
-from jaxkv.grammar.schema.objects import ObjectPlan, plan_objects
+from jaxkv.grammar.schema.objects import NameClass, ObjectPlan, name_classes, plan_objects
 from jaxkv.grammar.schema.unsupported import refuse
 
 _DEPTH = 4  # values inside values that are looked into
@@ -39,6 +39,7 @@ class Emptiness:
         self._looked: dict[Formula, int] = {}  # not known to be empty, from how far down that was looked at
         self._arrays: dict[tuple[Formula, int], list[ArrayPlan]] = {}
         self._objects: dict[tuple[Formula, int], list[ObjectPlan]] = {}
+        self._classes: dict[int, tuple[ObjectPlan, list[NameClass]]] = {}
         self._depth = 0
         self._active: set[Formula] = set()
 
@@ -64,6 +65,14 @@ class Emptiness:
         else:
             self._looked[formula] = self._depth
         return found
+
+    def is_empty_anew(self, formula: Formula) -> bool:
+        """The same, looking as far down as from the top, whatever is being looked into."""
+        depth, self._depth = self._depth, 0
+        try:
+            return self.is_empty(formula)
+        finally:
+            self._depth = depth
 
     def is_empty_of(self, local: Formula, of_type: int) -> bool:
         """The same of a formula that `restrict` gave for one type."""
@@ -188,3 +197,10 @@ class Emptiness:
             clauses = self.normaliser.clauses(local, possible)
             found = self._objects[key] = [plan for clause in clauses for plan in plans[clause]]
         return found
+
+    def name_classes(self, plan: ObjectPlan) -> list[NameClass]:
+        """The classes of names that a plan does not know."""
+        found = self._classes.get(id(plan))
+        if found is None:
+            found = self._classes[id(plan)] = (plan, name_classes(self, plan))
+        return found[1]

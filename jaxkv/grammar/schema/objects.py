@@ -154,7 +154,7 @@ class NameClass:
 
 
 def name_classes(values, plan: ObjectPlan) -> list[NameClass]:
-    """The classes of names that are not in the plan's `named`."""
+    """The classes of names that are not in the plan's `named`; `values` is an `Emptiness`."""
     pool, budget = values.pool, values.budget
     everything = values.names(pool.type(STRING))
     for formula in plan.allowed_names:
@@ -224,7 +224,7 @@ class ObjectBuilder:
         self.formulas = list(usable.values())
         self.impossible = not plan.required <= usable.keys()
         self.required = [name in plan.required for name in self.names]
-        self.classes = name_classes(values, plan)
+        self.classes = values.emptiness.name_classes(plan)
         self.any_order = len(self.names) <= values.level.any_order
         self.between = values.level.between or not self.names
         low = plan.low
