@@ -1,22 +1,29 @@
-"""What a whole structured output says: its value."""
+"""What a whole structured output says: its value, or the calls of tools in it."""
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from jaxkv.structured import Choice, Form, JsonObject, JsonSchema, Tag, Triggered
+from jaxkv.structured import Choice, Form, JsonObject, JsonSchema, Tag, ToolCalls, Triggered
+from jaxkv.tool_formats import read_calls
 
 log = logging.getLogger(__name__)
 
 
-def after_decoding(form: Form | None, text: str) -> dict[str, Any]:
+def after_decoding(form: Form | None, text: str, raw_text: Callable[[], str], id_seed: str) -> dict[str, Any]:
     """Fields of `Completion` that follow from the text of a whole output.
 
     Args:
         form: what was asked for.
         text: as decoded, without the end token.
+        raw_text: the same with special tokens.
+        id_seed: for the ids of tool calls.
     """
     match form:
+        case ToolCalls():
+            calls, content = read_calls(form, raw_text(), id_seed)
+            return {"tool_calls": calls, "content": content} if calls else {}
         case JsonSchema() | JsonObject() | Choice():
             return {"parsed": read_value(form, text)}
         case Triggered():

@@ -211,6 +211,7 @@ class LLM:
         on_step: Callable[[], None] = lambda: None,
     ) -> list[RequestOutput]:
         each = _one_for_each(items, params or SamplingParams(), "SamplingParams")
+        each = [self._intake.resolve(one) for one in each]
         for one in each:
             self._engine.compile(one)  # all at once; `_submit` waits for each
         builders: list[OutputBuilder] = []
@@ -252,7 +253,7 @@ class LLM:
             RequestError: the request is refused, or asks for several completions.
             CapacityError: the prompt can never fit.
         """
-        params = params or SamplingParams()
+        params = self._intake.resolve(params or SamplingParams())
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
         caching = Caching(

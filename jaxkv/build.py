@@ -17,7 +17,7 @@ from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.grammar.room import GrammarRoom
-from jaxkv.grammar.vocabulary import vocabulary_of
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary, vocabulary_of
 from jaxkv.intake import Intake
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.llama import LlamaConfig
@@ -27,6 +27,7 @@ from jaxkv.runner import Runner
 from jaxkv.scheduler import Scheduler
 from jaxkv.settings import EngineConfig, Resolved, resolve
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.tool_formats import SPECIAL_TEXTS
 
 
 def build_engine(
@@ -81,7 +82,17 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
 
 def _grammars(tokenizer: Tokenizer, vocab_size: int, resolved: Resolved) -> GrammarCompiler:
     room = GrammarRoom(resolved.scheduler.grammars, resolved.scheduler.max_rows)  # only to ask what fits
-    return GrammarCompiler(lambda: vocabulary_of(tokenizer, vocab_size), room.fits)
+
+    def make(for_tools: bool) -> TokenVocabulary:
+        usable = {tokenizer.vocabulary.token_id(text) for text in SPECIAL_TEXTS}
+        if not for_tools or not usable & tokenizer.special_ids:
+            return vocabulary_of(tokenizer, vocab_size)
+        tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, vocab_size))]
+        return make_vocabulary(
+            tokens, size=vocab_size, excluded=tokenizer.special_ids - usable, end_ids=tokenizer.eos_ids
+        )
+
+    return GrammarCompiler(make, room.fits)
 
 
 def _program_cache(family: Family, geometry: LlamaConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:

@@ -15,6 +15,7 @@ from jaxkv.plain_json import plain, write_json
 WHITESPACE = ("compact", "flexible")
 SYNTAXES = ("lark", "gbnf")
 CHOICES = ("auto", "required")
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "smollm2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +210,11 @@ class ToolCalls:
         "auto"  # "auto": text, calls or both; "required": at least one call; a name: one call of that function
     )
     parallel: bool = True  # several calls in one output
+    format: str = "auto"  # how the model writes calls; "auto": as its chat template shows them
 
     def __post_init__(self) -> None:
         _check_bool("parallel", self.parallel)
+        _check_one_of("format", self.format, TOOL_FORMATS)
         if isinstance(self.tools, (str, Mapping)) or not isinstance(self.tools, Iterable):
             raise RequestError(f"tools={_shorten(self.tools)} must be a list of function schemas")
         object.__setattr__(self, "tools", tuple(_plain_tool(i, tool) for i, tool in enumerate(self.tools)))
@@ -230,7 +233,7 @@ class ToolCalls:
 
     @property
     def key(self) -> str:
-        return _key(self, *(write_json(tool) for tool in self.tools), self.choice, self.parallel)
+        return _key(self, *(write_json(tool) for tool in self.tools), self.choice, self.parallel, self.format)
 
     def __hash__(self) -> int:
         return hash(self.key)

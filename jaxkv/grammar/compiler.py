@@ -18,7 +18,7 @@ from jaxkv.grammar.host import GuidanceMatcher, HostGrammars, JsonWatch
 from jaxkv.grammar.restrict import restrict
 from jaxkv.grammar.tables import TokenTables, build_tables
 from jaxkv.grammar.vocabulary import TokenVocabulary
-from jaxkv.structured import Form
+from jaxkv.structured import Form, ToolCalls
 
 CACHE_BYTES = 512 << 20  # of tables kept for requests to come
 NUM_THREADS = 2
@@ -29,10 +29,11 @@ class GrammarCompiler:
 
     Args:
         make_vocabulary: gives the model's tokens, called when a grammar is first asked for (a second for 262 k tokens).
+            With True, special tokens that begin calls of tools are among them.
         fits: whether the device's pools could hold some tables.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], TokenVocabulary], fits: Callable[[TokenTables], bool]) -> None:
+    def __init__(self, make_vocabulary: Callable[[bool], TokenVocabulary], fits: Callable[[TokenTables], bool]) -> None:
         self._make_vocabulary = make_vocabulary
         self._fits = fits
         self._lock = threading.Lock()
@@ -45,7 +46,12 @@ class GrammarCompiler:
     @functools.cached_property
     def vocabulary(self) -> TokenVocabulary:
         """Without end ids in masks: what ends an output is decided by each request."""
-        return dataclasses.replace(self._make_vocabulary(), end_ids=(), templates={})
+        return dataclasses.replace(self._make_vocabulary(False), end_ids=(), templates={})
+
+    @functools.cached_property
+    def tool_vocabulary(self) -> TokenVocabulary:
+        """For calls of tools."""
+        return dataclasses.replace(self._make_vocabulary(True), end_ids=(), templates={})
 
     @functools.cached_property
     def _host(self) -> HostGrammars:
@@ -65,13 +71,13 @@ class GrammarCompiler:
         if allowed_token_ids is not None:
             ids = np.unique(np.asarray(allowed_token_ids, np.int64))
             key += f" of {hashlib.sha256(ids.tobytes()).hexdigest()}"
-        _ = self.vocabulary  # here, not in two threads at once
+        vocabulary = self.tool_vocabulary if isinstance(form, ToolCalls) else self.vocabulary
         with self._lock:
             future = self._known.get(key)
             if future is None or (future.done() and future.exception() is not None):
                 if self._pool is None:
                     self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "jaxkv-grammar")
-                future = self._known[key] = self._pool.submit(self._compile, key, form, allowed_token_ids)
+                future = self._known[key] = self._pool.submit(self._compile, key, form, vocabulary, allowed_token_ids)
             self._known.move_to_end(key)
         return future
 
@@ -79,12 +85,14 @@ class GrammarCompiler:
         """Free text that may not end before it holds a complete JSON object or array."""
         return OnHost("watch_json", lambda: JsonWatch(self.vocabulary))
 
-    def _compile(self, key: str, form: Form, allowed: tuple[int, ...] | None) -> CompiledGrammar:
+    def _compile(
+        self, key: str, form: Form, vocabulary: TokenVocabulary, allowed: tuple[int, ...] | None
+    ) -> CompiledGrammar:
         try:
             automaton = to_automaton(form)
             if automaton.is_empty:
                 raise RequestError(f"{form.kind}: no text fulfils it")
-            tables = build_tables(automaton, self.vocabulary)
+            tables = build_tables(automaton, vocabulary)
             if allowed is not None:
                 tables = restrict(tables, allowed)
             if not self._fits(tables):

@@ -1,11 +1,11 @@
 """From a form of structured output to an automaton over bytes."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.errors import RequestError
 from jaxkv.grammar.automaton import ByteAutomaton
 from jaxkv.grammar.budget import Budget
 from jaxkv.grammar.determinise import determinise
@@ -14,7 +14,8 @@ from jaxkv.grammar.graph import FINAL, Graph
 from jaxkv.grammar.literals import choice
 from jaxkv.grammar.regex import compile_regex
 from jaxkv.grammar.schema import compile_schema
-from jaxkv.structured import Choice, Form, Grammar, JsonObject, JsonSchema, Regex, Triggered
+from jaxkv.structured import CHOICES, Choice, Form, Grammar, JsonObject, JsonSchema, Regex, ToolCalls, Triggered
+from jaxkv.tool_formats import BY_NAME, PYTHON_TAG, ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,11 @@ def to_automaton(form: Form, budget: Budget | None = None) -> ByteAutomaton:
             return choice(form.texts, budget)
         case Triggered():
             return _triggered(form, budget)
+        case ToolCalls():
+            return _tool_calls(form, BY_NAME[form.format], budget)
         case Grammar():
             raise TooLarge("a context-free grammar has no finite automaton")
-    raise RequestError(f"{form.kind} must be laid out for a model's template first")
+    raise AssertionError(form)
 
 
 def _triggered(form: Triggered, budget: Budget) -> ByteAutomaton:
@@ -71,6 +74,58 @@ def _triggered(form: Triggered, budget: Budget) -> ByteAutomaton:
         _free_text(graph, after, step, complete, entries, may_end=True)
     _free_text(graph, before, step, complete, entries, may_end=not form.required)
     return determinise(graph, before)
+
+
+def _tool_calls(form: ToolCalls, style: ToolFormat, budget: Budget) -> ByteAutomaton:
+    """Calls as the model's template writes them; with `choice="auto"` free text may stand before, after, or instead."""
+    graph = Graph(budget)
+    is_free, may_repeat = form.choice == "auto", form.parallel and form.choice in CHOICES and style.trigger != ""
+    after = graph.new()  # what may follow a group of calls
+    graph.epsilon(after, FINAL)
+    body = _calls(graph, form, style, after, budget, in_list=may_repeat)
+    if not style.trigger:
+        return determinise(graph, _call_or_text(graph, body) if is_free else body)
+    step, complete = _watch([style.trigger.encode()])
+    text = graph.new(len(step))  # free text, before calls and between them
+    _free_text(graph, text, step, complete, [body], may_end=True)
+    if may_repeat and style.separator is None:
+        graph.epsilon(after, text if is_free else graph.literal(f"\n{style.trigger}".encode(), body))
+    return determinise(graph, text if is_free else graph.literal(style.trigger.encode(), body))
+
+
+def _call_or_text(graph: Graph, body: int) -> int:
+    """Llama 3: a call if the first byte or a tag says so, any text otherwise."""
+    text = graph.new()
+    graph.edge(text, 0, 255, text)
+    graph.epsilon(text, FINAL)
+    tag = PYTHON_TAG.encode()
+    watch = graph.new(len(tag))  # as much of the tag is written
+    for index, byte in enumerate(tag):
+        follow = watch + index + 1 if index + 1 < len(tag) else body
+        apart = sorted({byte, ord("{")} if index == 0 else {byte})  # bytes that do not lead to text
+        for low, high in itertools.pairwise([-1, *apart, 256]):
+            if low + 1 < high:
+                graph.edge(watch + index, low + 1, high - 1, text)
+        graph.edge(watch + index, byte, byte, follow)
+        graph.epsilon(watch + index, FINAL)
+    return graph.union([watch, body])
+
+
+def _calls(graph: Graph, form: ToolCalls, style: ToolFormat, after: int, budget: Budget, *, in_list: bool) -> int:
+    """What follows a trigger: one call, or a list of them, with what surrounds it."""
+    closed = graph.literal(style.close.encode(), after)
+    end = graph.new()
+    graph.epsilon(end, closed)
+    call = graph.new()
+    if in_list and style.separator is not None:
+        graph.epsilon(end, graph.literal(style.separator.encode(), call))
+    starts = []
+    for tool in form.callable_tools:
+        arguments = to_automaton(JsonSchema(tool["parameters"], closed=True), budget)
+        rest = graph.embed(arguments, graph.literal(b"}", end))
+        starts.append(graph.literal(style.begin(tool["name"]).encode(), rest))
+    graph.epsilon(call, graph.union(starts))
+    return graph.literal(style.open.encode(), call)
 
 
 def _watch(begins: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -164,8 +164,8 @@ class Bytes:
         raise NotImplementedError
 
 
-def grammar_vocabulary() -> TokenVocabulary:
-    """The same tokens as grammars see them."""
+def grammar_vocabulary(for_tools: bool) -> TokenVocabulary:
+    """The same tokens as grammars see them; none that begins a tool call is special."""
     return make_vocabulary(PIECES, size=V, excluded=EOS, end_ids=EOS)
 
 
