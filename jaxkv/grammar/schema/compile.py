@@ -11,7 +11,7 @@ from jaxkv.grammar.errors import InvalidSchema, TooLarge
 from jaxkv.grammar.graph import FINAL, Graph
 from jaxkv.grammar.schema.emptiness import Emptiness
 from jaxkv.grammar.schema.formula import Pool
-from jaxkv.grammar.schema.normal import Normaliser
+from jaxkv.grammar.schema.normal import Exhausted, Normaliser
 from jaxkv.grammar.schema.reader import Reader, Reading
 from jaxkv.grammar.schema.values import Level, Values
 
@@ -76,6 +76,8 @@ def compile_schema(
         for counters in (True, False):
             try:
                 return reader.compile(level, flexible=whitespace == "flexible", counters=counters)
+            except Exhausted:
+                raise
             except CounterConflict as error:
                 failure = error
             except TooLarge as error:
@@ -102,8 +104,8 @@ class _Prepared:
         self.budget = budget
         self.strict = reading.strict
         self.pool = Pool()
-        self.reader = Reader(schema, self.pool, reading, budget, lambda formula: self.emptiness.is_empty_anew(formula))
-        self.normaliser = Normaliser(self.pool, self.reader.expand)
+        self.reader = Reader(schema, self.pool, reading, budget)
+        self.normaliser = Normaliser(self.pool, self.reader.expand, lambda *asked: self.emptiness.is_empty_anew(*asked))
         self.emptiness = Emptiness(self.pool, self.normaliser, budget)
         self.formula = self.reader.schema(schema)
 

@@ -11,7 +11,7 @@ from jaxkv.grammar.errors import TooLarge, UnsupportedSchema
 from jaxkv.grammar.schema import strings
 from jaxkv.grammar.schema.arrays import ArrayPlan, plan_array
 from jaxkv.grammar.schema.formula import ARRAY, NUMBER, OBJECT, STRING, TYPES, Formula, Pool
-from jaxkv.grammar.schema.normal import Clause, Normaliser
+from jaxkv.grammar.schema.normal import Clause, Exhausted, Normaliser
 from jaxkv.grammar.schema.objects import NameClass, ObjectPlan, name_classes, plan_objects
 from jaxkv.grammar.schema.unsupported import refuse
 
@@ -42,6 +42,7 @@ class Emptiness:
         self._classes: dict[int, tuple[ObjectPlan, list[NameClass]]] = {}
         self._depth = 0
         self._active: set[Formula] = set()
+        self._anew: set[Formula] = set()
 
     def is_empty(self, formula: Formula) -> bool:
         """Whether it is known that no value fulfils a formula."""
@@ -55,6 +56,8 @@ class Emptiness:
         self._active.add(formula)
         try:
             found = all(self.is_empty_of(self.normaliser.restrict(formula, of_type), of_type) for of_type in TYPES)
+        except Exhausted:
+            raise
         except (UnsupportedSchema, TooLarge):
             found = False  # it is raised again where the formula is built
         finally:
@@ -66,12 +69,20 @@ class Emptiness:
             self._looked[formula] = self._depth
         return found
 
-    def is_empty_anew(self, formula: Formula) -> bool:
-        """The same, looking as far down as from the top, whatever is being looked into."""
+    def is_empty_anew(self, local: Formula, of_type: int) -> bool:
+        """`is_empty_of`, looking as far down as from the top, whatever is being looked into."""
+        if local in self._anew:
+            return False
         depth, self._depth = self._depth, 0
+        self._anew.add(local)
         try:
-            return self.is_empty(formula)
+            return self.is_empty_of(local, of_type)
+        except Exhausted:
+            raise
+        except (UnsupportedSchema, TooLarge):
+            return False
         finally:
+            self._anew.discard(local)
             self._depth = depth
 
     def is_empty_of(self, local: Formula, of_type: int) -> bool:
@@ -191,6 +202,7 @@ class Emptiness:
 
             def possible(clause: Clause) -> bool:
                 if clause not in plans:
+                    self.normaliser.spend(1 + len(clause) // 8)
                     plans[clause] = plan_objects(self.pool, clause, self.is_empty, self.names)
                 return bool(plans[clause])
 

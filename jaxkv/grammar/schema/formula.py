@@ -17,7 +17,8 @@ ALL_TYPES = (1 << 7) - 1
 class Formula:
     """One formula.
 
-    Kinds and their arguments, beside `and`, `or` (formulas), `not` (formula) and `lazy` (key of a schema not read yet):
+    Kinds and their arguments, beside `and`, `or` (formulas), `not` (formula), `one_of` (formulas of
+    which exactly one holds) and `lazy` (key of a schema not read yet):
 
     - `type` (mask): the value is of one of these types. True and False are types of their own.
     - string: `pattern` (automaton), `no_pattern` (automaton), `length` (least, most or None).

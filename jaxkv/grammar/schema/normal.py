@@ -5,8 +5,13 @@ from jaxkv.grammar.schema.formula import ATOM_TYPE, Formula, Pool
 
 _FLIPPED = {"<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _MAX_CLAUSES = 512
+_MAX_EFFORT = 10_000  # conjunctions looked at; a schema of 80 kB whose parts exclude each other takes some 2,000
 
 Clause = frozenset[Formula]
+
+
+class Exhausted(TooLarge):
+    """A schema took too long: no other level helps."""
 
 
 class Normaliser:
@@ -15,12 +20,25 @@ class Normaliser:
     Args:
         pool: where formulas are made.
         expand: from a `lazy` formula to what it stands for.
+        is_empty: whether a restricted formula is known to hold for no value of its type.
     """
 
-    def __init__(self, pool: Pool, expand) -> None:
+    def __init__(self, pool: Pool, expand, is_empty) -> None:
         self.pool = pool
         self.expand = expand
+        self.is_empty = is_empty
         self._restricted: dict[tuple[Formula, int, bool], Formula] = {}
+        self._effort = 0
+
+    def spend(self, effort: int) -> None:
+        """Counts conjunctions that were looked at.
+
+        Raises:
+            TooLarge: they are too many for this schema to be worth an automaton.
+        """
+        self._effort += effort
+        if self._effort > _MAX_EFFORT:
+            raise Exhausted("combinations of schemas take too long to tell apart; use the host matcher")
 
     def restrict(self, formula: Formula, of_type: int, negated: bool = False) -> Formula:
         """What the formula (or its negation) says of values of one type: `and` and `or` of that type's atoms."""
@@ -36,6 +54,8 @@ class Normaliser:
             return self.restrict(self.expand(formula), of_type, negated)
         if kind == "not":
             return self.restrict(args[0], of_type, not negated)
+        if kind == "one_of":
+            return self._one_of([self.restrict(part, of_type) for part in args], args, of_type, negated)
         if kind in ("and", "or"):
             parts = []
             absorbing = pool.false if (kind == "and") != negated else pool.true
@@ -51,6 +71,26 @@ class Normaliser:
         if not mask & of_type:
             return pool.false if negated else pool.true
         return self._dual(formula) if negated else formula
+
+    def _one_of(self, branches: list[Formula], parts: tuple[Formula, ...], of_type: int, negated: bool) -> Formula:
+        """Exactly one of the branches, or not; only those that can hold together must be told apart."""
+        pool = self.pool
+        live = [index for index, branch in enumerate(branches) if branch is not pool.false]
+        together = []
+        for at, left in enumerate(live):
+            for right in live[at + 1 :]:
+                both = pool.all([branches[left], branches[right]])
+                if both is not pool.false and not self.is_empty(both, of_type):
+                    together.append((left, right, both))
+        if negated:
+            none = pool.all(self.restrict(parts[index], of_type, True) for index in live)
+            return pool.any([none, *(both for _, _, both in together)])
+        options = []
+        for index in live:
+            others = {left + right - index for left, right, _ in together if index in (left, right)}
+            refuted = [self.restrict(parts[other], of_type, True) for other in sorted(others)]
+            options.append(pool.all([branches[index], *refuted]))
+        return pool.any(options)
 
     def _dual(self, atom: Formula) -> Formula:
         """The negation of an atom, for values of its type."""
@@ -155,6 +195,7 @@ class Normaliser:
         result = [atoms]
         for part in sorted((part for part in formula.args if part.kind == "or"), key=lambda part: len(part.args)):
             options = self._clauses(part, possible)
+            self.spend(len(result) * len(options) // 8)
             result = self._absorb([left | right for left in result for right in options])
             if len(result) > 4:
                 result = [clause for clause in result if possible(clause)]

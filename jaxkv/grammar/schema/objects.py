@@ -17,6 +17,7 @@ from jaxkv.grammar.schema.normal import Clause
 from jaxkv.grammar.schema.unsupported import refuse
 
 _MAX_CLASSES = 64
+_MAX_PLANS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +117,12 @@ def plan_objects(pool: Pool, clause: Clause, is_empty, names_automaton) -> list[
             for name, formula in named.items()
         }
     plan = ObjectPlan(named, frozenset(required), low, high, groups, allowed, [])
-    plans = [plan]
+    plans = [plan] if _possible(plan, is_empty) else []
     for want in wanted:
-        plans = [split for plan in plans for split in _fulfil(pool, plan, want, encoded)]
-    return [plan for plan in plans if _possible(plan, is_empty)]
+        plans = [split for plan in plans for split in _fulfil(pool, plan, want, encoded) if _possible(split, is_empty)]
+        if len(plans) > _MAX_PLANS:
+            raise TooLarge(f"a negated schema of objects has more than {_MAX_PLANS} alternatives; use the host matcher")
+    return plans
 
 
 def _fulfil(pool: Pool, plan: ObjectPlan, want: Wanted, encoded: dict[str, bytes]) -> list[ObjectPlan]:

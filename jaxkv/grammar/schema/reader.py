@@ -59,12 +59,11 @@ class Reader:
         annotations: `format@path` of formats that are annotations.
     """
 
-    def __init__(self, root: Any, pool: Pool, reading: Reading, budget: Budget, is_empty) -> None:
+    def __init__(self, root: Any, pool: Pool, reading: Reading, budget: Budget) -> None:
         self.document = Document(root)
         self.pool = pool
         self.reading = reading
         self.budget = budget
-        self.is_empty = is_empty  # whether no value fulfils a formula, as far as is found cheaply
         self.relaxed: dict[str, None] = {}
         self.annotations: dict[str, None] = {}
         draft = root.get("$schema", "") if isinstance(root, dict) else ""
@@ -73,10 +72,6 @@ class Reader:
         self._schemas: dict[int, dict[str, Any]] = {}
         self._read: dict[tuple[int, bool], Formula] = {}
         self._open: list[int] = []
-        self._deferred: dict[int, tuple[Formula, ...]] = {}
-        self._one_of_keys: dict[tuple[Formula, ...], int] = {}
-        self._expanded: dict[int, Formula] = {}
-        self._expanding: set[int] = set()
 
     def schema(self, schema: Any) -> Formula:
         """The formula of a schema for another value than the one around it; read when it is asked for."""
@@ -92,34 +87,7 @@ class Reader:
     def expand(self, formula: Formula) -> Formula:
         """What a `lazy` formula stands for."""
         key = formula.args[0]
-        if key in self._deferred:
-            return self._one_of(key)
         return self._whole(self._schemas[key], root=True)
-
-    def one_of(self, branches: tuple[Formula, ...]) -> Formula:
-        """Exactly one of the formulas; expanded when it is built, as that needs to know which can hold together."""
-        key = -1 - self._one_of_keys.setdefault(branches, len(self._one_of_keys))
-        self._deferred[key] = branches
-        return self.pool.atom("lazy", key)
-
-    def _one_of(self, key: int) -> Formula:
-        found = self._expanded.get(key)
-        if found is not None:
-            return found
-        pool, branches = self.pool, self._deferred[key]
-        known = key not in self._expanding  # else asked for while it is being found out: all branches could overlap
-        self._expanding.add(key)
-        options = []
-        for index, branch in enumerate(branches):
-            others = [other for at, other in enumerate(branches) if at != index]
-            if known:
-                others = [other for other in others if not self.is_empty(pool.all([branch, other]))]
-            options.append(pool.all([branch, *map(pool.negate, others)]))
-        formula = pool.any(options)
-        if known:
-            self._expanding.discard(key)
-            self._expanded[key] = formula
-        return formula
 
     def in_place(self, schema: dict[str, Any]) -> Formula:
         """The formula of a schema for the same value."""
@@ -268,7 +236,7 @@ class _Keywords:
         branches = [self.reader.options(part, tracked=tracked) for part in self.schemas("oneOf")]
         whole = [pool.any(option.formula for option in options) for options in branches]
         if all(option.seen == NOTHING for options in branches for option in options):
-            return [Option(self.reader.one_of(tuple(whole)), NOTHING)]
+            return [Option(pool.atom("one_of", *whole), NOTHING)]
         result = []
         for index, options in enumerate(branches):
             others = [pool.negate(other) for at, other in enumerate(whole) if at != index]
