@@ -136,7 +136,10 @@ def _merge(ranges: np.ndarray) -> np.ndarray:
     """Ranges of one state and head that touch become one."""
     if not len(ranges):
         return ranges.astype(np.int32)
-    state, low, high, head = ranges[np.lexsort((ranges[:, 1], ranges[:, 3], ranges[:, 0]))].T
+    state, low, high, head = ranges.T.astype(np.int64)
+    key = ((state << 20) + head << 22) + low  # an automaton has less than 2**20 states, a vocabulary 2**22 tokens
+    order = np.argsort(key)
+    state, low, high, head = (column[order] for column in (state, low, high, head))
     starts = np.ones(len(low), bool)
     starts[1:] = (state[1:] != state[:-1]) | (head[1:] != head[:-1]) | (low[1:] != high[:-1])
     first = np.flatnonzero(starts)

@@ -96,7 +96,7 @@ def build_tables(
     """Compiles an automaton for a vocabulary.
 
     Raises:
-        TooLarge: the tables exceed the budget.
+        TooLarge: the tables exceed the budget, or the vocabulary lacks single bytes that a counted string needs.
         RequestError: no text of the language can be written with these tokens.
     """
     budget = budget or TableBudget()
@@ -109,13 +109,16 @@ def build_tables(
         moves = find_moves(automaton, rows, table)
         reached = reachable(moves, automaton.start, automaton.num_states)
         dist = distances(automaton, moves, budget.max_work)
-        stuck = reached & (_greatest(dist) == UNREACHABLE)
+        lowest, highest = _extremes(dist)
+        stuck = reached & (lowest == UNREACHABLE)
         if stuck[automaton.start] or automaton.is_empty:
             raise RequestError("no text that the grammar allows can be written with the tokens of this model")
         if not stuck.any():
             break
         # A vocabulary without all single bytes: no token may end where none of its tokens goes on.
         barred |= stuck
+    if np.any(reached & (highest == UNREACHABLE)):
+        raise TooLarge("with these tokens a counted string cannot be completed from every length; use the host matcher")
     masks = state_masks(automaton, rows, vocabulary, budget.max_bytes)
     return _assemble(automaton, vocabulary, table, moves, masks, dist, reached, budget)
 
@@ -138,7 +141,7 @@ def _assemble(
     number = np.zeros(automaton.num_states, np.int64)
     number[old] = np.arange(len(old))
     farthest = np.zeros(automaton.num_states, np.int32)
-    np.maximum.at(farthest, moves.source, _greatest(dist)[moves.target])
+    np.maximum.at(farthest, moves.source, _extremes(dist)[1][moves.target])
     mask_windows, mask_of = _compact(masks.windows[old], masks.mask_of)
     dist_windows, dist_of = _compact(dist.windows[old], dist.table)
     result = TokenTables(
@@ -171,7 +174,8 @@ def _compact(windows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.nda
     return windows, table[np.clip(place, 0, len(table) - 1)]
 
 
-def _greatest(dist: Distances) -> np.ndarray:
-    """int32 [N], the greatest distance of a state, whatever the counter."""
+def _extremes(dist: Distances) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [N] each, the least and the greatest distance of a state, whatever the counter."""
     sizes = dist.windows[:, LEN_A] + dist.windows[:, LEN_B] + 1
-    return np.maximum.reduceat(dist.table, np.cumsum(sizes) - sizes)
+    first = np.cumsum(sizes) - sizes
+    return np.minimum.reduceat(dist.table, first), np.maximum.reduceat(dist.table, first)

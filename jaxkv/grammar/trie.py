@@ -67,6 +67,17 @@ def build_trie(strings: Sequence[bytes]) -> Trie:
     )
 
 
+def find_node(trie: Trie, prefix: bytes) -> int | None:
+    """The node of a prefix; None if no string begins so."""
+    node = 0
+    for byte in prefix:
+        first, last = int(trie.first_child[node]), int(trie.first_child[node + 1])
+        node = first + int(np.searchsorted(trie.byte[first:last], byte))
+        if node == last or trie.byte[node] != byte:
+            return None
+    return node
+
+
 def _shared_with_previous(data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64 [strings]: how many leading bytes each string shares with the one before it."""
     shared = np.zeros(len(starts), np.int64)
