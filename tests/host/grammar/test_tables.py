@@ -251,6 +251,7 @@ def test_vocabulary_has_the_bytes_of_every_back_end(kind: str) -> None:
     assert barred and (vocabulary.rank_of[barred] == -1).all()
     assert list(vocabulary.strings) == sorted(set(vocabulary.strings)) and b"" not in vocabulary.strings
     text = "the lazy dog sleeps"
+    assert vocabulary.encode is not None
     ids = vocabulary.encode(text)
     data = b"".join(vocabulary.token_bytes(i) for i in ids)
     # A vocabulary that trims all spaces has no way to write text without one: nothing is forced with it.
