@@ -1,6 +1,7 @@
 """The fast table builder against the plain one, on automata and vocabularies drawn at random."""
 
 import dataclasses
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,11 +14,13 @@ from jaxkv.grammar.automaton import ENTER, NO_TICK, TICK, ByteAutomaton, Counter
 from jaxkv.grammar.errors import TooLarge
 from jaxkv.grammar.matcher import TokenMatcher
 from jaxkv.grammar.regex import compile_regex
+from jaxkv.grammar.schema import compile_schema
 from jaxkv.grammar.tables import TokenTables, build_tables
 from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary, vocabulary_of
+from jaxkv.tokenizer.load import load_tokenizer
 from tests.tokenizer import tiny
 
-from .plain_tables import PlainTables
+from .plain_tables import PlainTables, step_token
 
 ALPHABET = b'ab",\\x'
 
@@ -256,3 +259,33 @@ def test_vocabulary_has_the_bytes_of_every_back_end(kind: str) -> None:
     data = b"".join(vocabulary.token_bytes(i) for i in ids)
     # A vocabulary that trims all spaces has no way to write text without one: nothing is forced with it.
     assert data == (b" " if kind == "unigram" else b"") + text.encode()
+
+
+def test_equals_plain_rows_on_a_real_vocabulary(smollm2_gguf_path: Path) -> None:
+    """At places along a text with a counted string: open, near its limits, inside a character, and after it."""
+    tokenizer = load_tokenizer(smollm2_gguf_path)
+    vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 3, "maxLength": 40}, "note": {"type": "string"}},
+        "required": ["name", "note"],
+        "additionalProperties": False,
+    }
+    automaton = compile_schema(schema).automaton
+    assert automaton.counters is not None
+    tables = build_tables(automaton, vocabulary)
+    for text in (
+        '{"name":"',
+        '{"name":"a',
+        '{"name":"' + 33 * "b",
+        '{"name":"' + 40 * "c",
+        '{"name":"the dog","note":"é',
+    ):
+        matcher, place = TokenMatcher(tables), (automaton.start, 0)
+        for token in tokenizer.encode(text, add_bos=False):
+            assert matcher.advance(token)
+            place = step_token(automaton, place, vocabulary.token_bytes(token))
+            assert place is not None
+        after = [step_token(automaton, place, vocabulary.token_bytes(i)) for i in range(vocabulary.size)]
+        expected = [bool(vocabulary.token_bytes(i)) and after[i] is not None for i in range(vocabulary.size)]
+        np.testing.assert_array_equal(matcher.mask(), expected)
