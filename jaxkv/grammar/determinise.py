@@ -55,7 +55,7 @@ class _Determiniser:
         self.has_bytes = self.table.any(axis=1)
         self.sets: dict[tuple[int, ...], int] = {}
         self.members: list[tuple[int, ...]] = []
-        self.closures: dict[int, int] = {}
+        self.members_in_all = 0
 
     def _fill_table(self) -> None:
         """The byte transitions of all states as one array, before epsilon transitions are taken."""
@@ -140,7 +140,8 @@ class _Determiniser:
                 raise CounterConflict("a counted string overlaps another alternative; use the host matcher")
             known = self.sets[members] = self.size + len(self.members)
             self.members.append(members)
-            self.graph.budget.check(len(self.members), "a union of alternatives")
+            self.members_in_all += len(members)
+            self.graph.budget.check(self.members_in_all // 16, "a union of alternatives")
         return known
 
     def _represent(self) -> np.ndarray:

@@ -19,9 +19,17 @@ from jaxkv.grammar.schema.values import Level, Values
 LEVELS = (
     Level(any_order=3, between=True, free=5, nested=5, states=2_000),
     Level(any_order=0, between=True, free=4, nested=4, states=4_000),
+    Level(any_order=5, between=False, free=3, nested=4, states=3_000),
     Level(any_order=0, between=False, free=4, nested=4, states=5_000),
-    Level(any_order=0, between=False, free=3, nested=3, states=12_000),
+    Level(any_order=0, between=False, free=3, nested=3, states=14_000),
     Level(any_order=0, between=False, free=2, nested=3, states=40_000),
+)
+
+
+# When no host matcher takes the schema either: flat free values, and recursion hardly or not at all.
+SHALLOW_LEVELS = (
+    Level(any_order=0, between=False, free=1, nested=2, states=40_000),
+    Level(any_order=0, between=False, free=1, nested=1, states=40_000),
 )
 
 
@@ -49,6 +57,7 @@ def compile_schema(
     additional: Literal["schema", "closed"] = "schema",
     strict: bool = True,
     formats: bool = True,
+    shallow: bool = False,
     budget: Budget = Budget(),
 ) -> CompiledSchema:
     """The JSON texts that are valid under a schema.
@@ -63,6 +72,7 @@ def compile_schema(
             (anything goes), or nothing else goes, as in the strict mode of OpenAI's `json_schema`.
         strict: refuse what cannot be enforced; else leave it out and report it.
         formats: enforce string formats; else they are annotations.
+        shallow: the host matcher has refused the schema: try `SHALLOW_LEVELS` as well.
         budget: limits of states.
 
     Raises:
@@ -72,7 +82,7 @@ def compile_schema(
     """
     reader = _Prepared(_own_copy(schema), Reading(additional == "closed", strict, formats), budget)
     failure: TooLarge | None = None
-    for level in LEVELS:
+    for level in (*LEVELS, *SHALLOW_LEVELS) if shallow else LEVELS:
         for counters in (True, False):
             try:
                 return reader.compile(level, flexible=whitespace == "flexible", counters=counters)

@@ -293,7 +293,8 @@ class ObjectBuilder:
 
     def others(self, place: _Place, count: int) -> list[int]:
         """States from which a property with a name that is not known is read."""
-        seen = place.seen if self.between or self.any_order else len(self.names)
+        last = (1 << len(self.names)) - 1 if self.any_order else len(self.names)
+        seen = place.seen if self.between else last
         starts = []
         for names in self.classes:
             # A repeated name replaces the value that fulfilled an `exists`: the later ones must fulfil it as well.

@@ -395,7 +395,7 @@ class _Keywords:
         parts = []
         for name, wanted in self.mapping("dependentRequired").items():
             there = pool.all([pool.type(OBJECT), pool.atom("required", name)])
-            parts.append(pool.any([pool.negate(there), self._required(wanted)]))
+            parts.append(pool.any([pool.negate(there), pool.all([there, self._required(wanted)])]))
         return pool.all(parts)
 
     def _dependencies(self, value: Any) -> Formula:
@@ -404,7 +404,7 @@ class _Keywords:
         for name, wanted in self.mapping("dependencies").items():
             if isinstance(wanted, list):
                 there = pool.all([pool.type(OBJECT), pool.atom("required", name)])
-                parts.append(pool.any([pool.negate(there), self._required(wanted)]))
+                parts.append(pool.any([pool.negate(there), pool.all([there, self._required(wanted)])]))
         return pool.all(parts)
 
     def _contains(self, value: Any) -> Formula:

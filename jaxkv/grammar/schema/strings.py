@@ -63,6 +63,7 @@ def quoted(automaton: ByteAutomaton) -> ByteAutomaton:
     return determinise(graph, start)
 
 
+@functools.lru_cache(maxsize=512)
 def counted(automaton: ByteAutomaton, low: int, high: int | None, budget: Budget) -> ByteAutomaton:
     """The JSON strings with these contents that have `low` to `high` characters; short counts as states, others with a counter.
 
@@ -169,7 +170,8 @@ def quoted_table(automaton: ByteAutomaton) -> ByteAutomaton:
     table = np.zeros((count + 2, len(first)), np.int32)
     table[:count] = automaton.next[:, automaton.byte_class[first]]
     quote = int(byte_class[0x22])
-    table[:count, quote] = np.where(automaton.accepting, count + 1, 0)
+    # A quote ends the string between two characters; after a backslash it is one of them.
+    table[:count, quote] = np.where(automaton.accepting, count + 1, table[:count, quote])
     table[count, quote] = automaton.start
     accepting = np.zeros(count + 2, bool)
     accepting[count + 1] = True

@@ -79,7 +79,7 @@ class Values:
         self._values: dict[tuple[Formula, int], int] = {}
         self._spaces: dict[int, int] = {}
         self._marks: dict[tuple[bytes, int], int] = {}
-        self._open: dict[Formula, int] = {}
+        self._open: dict[Formula, int] = {}  # formulas of the values around, and how often
 
     # -- tokens
 
@@ -137,7 +137,8 @@ class Values:
 
     def _nested(self, formula: Formula, after: int) -> int:
         depth = self._open.get(formula, 0)
-        if depth >= (self.level.free if formula is self.pool.true else self.level.nested):
+        most = self.level.free if formula is self.pool.true else self.level.nested
+        if depth >= most:
             return self.graph.union(self._scalars(formula, after))
         self._open[formula] = depth + 1
         try:
