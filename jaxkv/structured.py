@@ -6,7 +6,7 @@ equal forms share one compiled grammar whoever built them.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxkv.errors import RequestError
@@ -105,7 +105,7 @@ class Choice:
     """One of a few texts."""
 
     kind: ClassVar[str] = "choice"
-    texts: tuple[str, ...]
+    texts: Sequence[str]  # becomes a tuple
 
     def __post_init__(self) -> None:
         if isinstance(self.texts, str) or not isinstance(self.texts, Iterable):
@@ -171,7 +171,7 @@ class Triggered:
     """
 
     kind: ClassVar[str] = "triggered"
-    tags: tuple[Tag, ...]
+    tags: Sequence[Tag]  # becomes a tuple
     required: bool = False  # the output must not end before a tag was written
     repeat: bool = True  # after a tag more may follow; False: the output ends with the first
 
@@ -203,12 +203,9 @@ class ToolCalls:
     """
 
     kind: ClassVar[str] = "tool_calls"
-    tools: tuple[
-        Mapping[str, Any], ...
-    ]  # OpenAI's form, `{"type": "function", "function": {"name": ...}}`, or the inner one
-    choice: str = (
-        "auto"  # "auto": text, calls or both; "required": at least one call; a name: one call of that function
-    )
+    # OpenAI's form, `{"type": "function", "function": {"name": ...}}`, or the inner one; becomes a tuple of inner ones
+    tools: Sequence[Mapping[str, Any]]
+    choice: str = "auto"  # text, calls or both; "required": at least one call; a name: one call of that function
     parallel: bool = True  # several calls in one output
     format: str = "auto"  # how the model writes calls; "auto": as its chat template shows them
 
@@ -227,7 +224,7 @@ class ToolCalls:
             raise RequestError(f"choice={self.choice!r} must be auto, required, or a tool's name: {', '.join(names)}")
 
     @property
-    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+    def callable_tools(self) -> Sequence[Mapping[str, Any]]:
         """The functions that may be called under `choice`."""
         return self.tools if self.choice in CHOICES else tuple(t for t in self.tools if t["name"] == self.choice)
 

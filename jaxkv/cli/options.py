@@ -117,7 +117,7 @@ def add_sampling_options(
 def _add_structured(parser: argparse.ArgumentParser) -> None:
     """One flag for each form of structured output that can be written on a command line."""
     group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
-    given = {"dest": "structured", "default": argparse.SUPPRESS}
+    given: dict[str, Any] = {"dest": "structured", "default": argparse.SUPPRESS}
     group.add_argument(
         "--json-schema",
         metavar="FILE",

@@ -14,7 +14,7 @@ from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import CompiledGrammar, OnDevice, OnHost
 from jaxkv.grammar.errors import TooLarge, UnsupportedSchema
 from jaxkv.grammar.forms import to_automaton
-from jaxkv.grammar.host import GuidanceMatcher, HostGrammars, JsonWatch
+from jaxkv.grammar.host import HostGrammars, JsonWatch
 from jaxkv.grammar.restrict import restrict
 from jaxkv.grammar.tables import TokenTables, build_tables
 from jaxkv.grammar.vocabulary import TokenVocabulary
@@ -108,13 +108,11 @@ class GrammarCompiler:
                 f"{form.kind} with allowed_token_ids: only grammars that fit the device can be combined with them; {reason}"
             ) from reason
         try:
-            parser = self._host.parser(form)
+            return OnHost(key, self._host.matcher(form))
         except RequestError as error:
             if isinstance(reason, UnsupportedSchema):
                 raise reason from error
             raise
-        size = self.vocabulary.size
-        return OnHost(key, lambda: GuidanceMatcher(parser.deep_copy(), size))
 
     def _keep(self, key: str, num_bytes: int) -> None:
         """Books tables; those unused for longest go when there are too many."""

@@ -4,7 +4,7 @@ llguidance (https://github.com/guidance-ai/llguidance, MIT) parses; `JsonWatch` 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
@@ -26,10 +26,11 @@ class GuidanceMatcher:
     Args:
         parser: at the start.
         size: V, width of the logits.
+        end_id: what llguidance thinks ends an output; only a request's stop ids do.
     """
 
-    def __init__(self, parser: llguidance.LLMatcher, size: int) -> None:
-        self.parser = parser
+    def __init__(self, parser: llguidance.LLMatcher, size: int, end_id: int) -> None:
+        self.parser, self.end_id = parser, end_id
         self.num_words = -(-size // 32)
 
     @property
@@ -109,12 +110,17 @@ class HostGrammars:
             self._tokenizer = _make_tokenizer(self.vocabulary)
         return self._tokenizer
 
-    def parser(self, form: Form) -> llguidance.LLMatcher:
-        """A parser at the start of the form's language; copies of it are cheap.
+    def matcher(self, form: Form) -> Callable[[], GuidanceMatcher]:
+        """Makes matchers for outputs of a form, each at its start.
 
         Raises:
             RequestError: llguidance refuses the grammar; the message is its own.
         """
+        parser, size, end_id = self._parser(form), self.vocabulary.size, _end_id(self.vocabulary)
+        return lambda: GuidanceMatcher(parser.deep_copy(), size, end_id)
+
+    def _parser(self, form: Form) -> llguidance.LLMatcher:
+        """A parser at the start of the form's language; copies of it are cheap."""
         try:
             grammar = _to_guidance(form)
         except (ValueError, llguidance.gbnf_to_lark.GbnfToLarkError) as error:
@@ -132,33 +138,33 @@ def fill_masks(rows: Sequence[tuple[Matcher | None, tuple[int, ...]]]) -> np.nda
         rows: matcher and stop ids of each; the stop ids are allowed exactly where the output may end.
     """
     parsers: list[tuple[llguidance.LLMatcher, int]] = []
-    masks = np.zeros((len(rows), rows[0][0].num_words if rows[0][0] else 0), np.uint32)
-    for index, (matcher, _) in enumerate(rows):
+    masks = np.empty((len(rows), rows[0][0].num_words if rows[0][0] else 0), np.uint32)
+    stops: list[tuple[int, int, bool]] = []  # row, stop id, whether it is allowed
+    for index, (matcher, stop_ids) in enumerate(rows):
         assert matcher is not None
+        may_end = matcher.is_accepting
+        stops += [(index, stop, may_end) for stop in stop_ids]
         if isinstance(matcher, GuidanceMatcher) and not matcher.parser.is_stopped():
             parsers.append((matcher.parser, index))
+            stops.append((index, matcher.end_id, False))
         else:
             matcher.fill(masks[index])
     if parsers:
         if not _executor:
             _executor.append(llguidance.LLExecutor())
         llguidance.numpy.fill_next_token_bitmask_par(_executor[0], parsers, masks.view(np.int32))
-    for index, (matcher, stop_ids) in enumerate(rows):
-        assert matcher is not None
-        for stop in stop_ids:
-            bit = np.uint32(1 << stop % 32)
-            masks[index, stop // 32] &= ~bit
-            if matcher.is_accepting:
-                masks[index, stop // 32] |= bit
+    if stops:
+        row, stop, may_end = np.array(stops, np.int64).T
+        bit = (1 << (stop % 32)).astype(np.uint32)
+        np.bitwise_and.at(masks, (row, stop // 32), ~bit)
+        np.bitwise_or.at(masks, (row, stop // 32), np.where(may_end, bit, np.uint32(0)))
     return masks
 
 
 def _make_tokenizer(vocabulary: TokenVocabulary) -> llguidance.LLTokenizer:
     """The same tokens as the device's tables: ids that grammars never allow spell nothing."""
-    tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.size)]
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Spelled(tokens, _end_id(vocabulary))), n_vocab=vocabulary.size
-    )
+    spelled = _Spelled(vocabulary, _end_id(vocabulary))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), n_vocab=vocabulary.size)
 
 
 def _end_id(vocabulary: TokenVocabulary) -> int:
@@ -170,19 +176,39 @@ def _end_id(vocabulary: TokenVocabulary) -> int:
 
 
 class _Spelled:
-    """What llguidance asks of a tokenizer."""
+    """What llguidance asks of a tokenizer. It masks text that is forced down to the tokens that `__call__` gives for it."""
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], end_id: int) -> None:
-        self.tokens = tokens
+    def __init__(self, vocabulary: TokenVocabulary, end_id: int) -> None:
+        self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.size)]
         self.eos_token_id = end_id
         self.special_token_ids = [end_id]
-        self._id_of = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
+        self._encode = vocabulary.encode
+        self._id_of = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
+        self._max_len = max(map(len, self._id_of), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Single bytes where they are tokens; only used for forced text, which is not asked for."""
-        return [self._id_of[bytes([byte])] for byte in text if bytes([byte]) in self._id_of]
+        """As the model's tokenizer does; by the longest token that fits where it cannot."""
+        if self._encode is not None:
+            try:
+                ids = self._encode(text.decode())
+            except (UnicodeDecodeError, RequestError):  # a part of a character
+                ids = []
+            if b"".join(self.tokens[token] for token in ids) == text:
+                return ids
+        return self._longest(text)
+
+    def _longest(self, text: bytes) -> list[int]:
+        ids: list[int] = []
+        while text:
+            lengths = range(min(len(text), self._max_len), 0, -1)
+            length = next((n for n in lengths if text[:n] in self._id_of), None)
+            if length is None:  # no token begins so: the text cannot be written from here on
+                break
+            ids.append(self._id_of[text[:length]])
+            text = text[length:]
+        return ids
 
 
 def _to_guidance(form: Form) -> str:

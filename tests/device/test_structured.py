@@ -2,6 +2,7 @@
 its batch mates alone (behaviours 11, 20, 21, 29)."""
 
 import concurrent.futures
+import dataclasses
 import json
 import re
 from typing import Any
@@ -19,7 +20,7 @@ from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex, Tag, Trig
 from tests.device.dense import Dense
 from tests.device.engine_stage import EOS, Ask, Client, ask, check_tokens, make_tokenizer, only
 from tests.device.sampling import Row, adjusted, pack
-from tests.device.stage import V
+from tests.device.stage import BUCKETS, MAX_ROWS, V, make_runner
 
 RNG = np.random.default_rng(11)
 TEXT = tuple(RNG.integers(3, V, 200).tolist())
@@ -61,6 +62,7 @@ def fits(form: Form, text: str) -> bool:
             return re.fullmatch(r"[^{]*(\{[0-9]+\}[^{]*)+", text, re.DOTALL) is not None
         case Grammar(syntax="gbnf"):
             return _balanced(text)
+    assert isinstance(form, Grammar)
     if form.text.startswith('start: "a"'):
         return (found := re.fullmatch("(a*)c(b*)", text)) is not None and len(found[1]) == len(found[2])
     return re.fullmatch(r"[\[\]abc,]+", text) is not None and text.count("[") == text.count("]")
@@ -238,7 +240,7 @@ def test_allowed_token_ids_are_part_of_the_grammar(runner: Runner) -> None:
     impossible = ask(TEXT[:9], structured=Regex("a+c"), allowed_token_ids=ids)
     (output,) = client.generate(impossible)
     assert only(output).finish_reason is FinishReason.ERROR
-    assert "allowed_token_ids: no text that the grammar allows" in only(output).error
+    assert "allowed_token_ids: no text that the grammar allows" in (only(output).error or "")
     with pytest.raises(RequestError, match="allowed_token_ids: no text that the grammar allows"):
         client.submit(impossible, refuse=True)
 
@@ -324,4 +326,18 @@ def test_what_the_grammar_lacks_is_named(runner: Runner) -> None:
     for form, message in cases:
         (output,) = client.generate(ask(TEXT[:9], structured=form))
         assert only(output).finish_reason is FinishReason.ERROR
-        assert re.search(message, only(output).error), only(output).error
+        assert re.search(message, only(output).error or ""), only(output).error
+
+
+@pytest.mark.slow
+def test_on_two_data_shards() -> None:
+    """Tables are on every device, rows and their states on one; shards take different grammars at once."""
+    rows = MAX_ROWS // 2
+    table = dataclasses.replace(BUCKETS, decode_rows=(rows,), mixed_rows=(rows,), setups=(rows,), page_copies=(rows,))
+    asks = requests()
+    (one, two) = (
+        Client(runner_, make_tokenizer()).generate(*asks)
+        for runner_ in (make_runner(), make_runner(data=2, buckets=table))
+    )
+    for what, a, b in zip(asks, one, two, strict=True):
+        assert only(a).token_ids == only(b).token_ids, what
