@@ -40,7 +40,8 @@ def test_whole_calls_stay_canonical_and_much_of_them_is_forced(tokenizer: Tokeni
     forced = ForcedTokens(automaton, build_tables(automaton, vocabulary), vocabulary)
     theirs = llguidance.LLTokenizer(
         tokenizer.vocabulary.backend.to_str(),  # pyright: ignore[reportAttributeAccessIssue]
-        n_vocab=tokenizer.vocab_size, eos_token=min(tokenizer.eos_ids)
+        n_vocab=tokenizer.vocab_size,
+        eos_token=min(tokenizer.eos_ids),
     )
     total = ours_forced = theirs_forced = 0
     for text in CALLS:
