@@ -103,3 +103,12 @@ def test_json_is_watched_for(text: str, complete: bool) -> None:
     tokens = [TOKENS.index(b"ab"), *text.encode()]  # whatever the tokens are
     mask = bits(fill_masks([(grammar.start(tokens), (END,))])[0])
     assert mask[END] == complete and mask[:END].all()
+
+
+def test_what_never_fits_the_device_is_matched_on_the_host() -> None:
+    compiler = GrammarCompiler(lambda _: VOCABULARY, lambda _: False)
+    grammar = compiler.submit(Regex("(ab)+c")).result()
+    assert isinstance(grammar, OnHost)
+    assert grammar.accepts(b"ababc") and not grammar.accepts(b"aba")
+    with pytest.raises(RequestError, match="only grammars that fit the device can be combined with them"):
+        compiler.submit(Regex("(ab)+c"), (97, 98, 99)).result()
