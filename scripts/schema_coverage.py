@@ -4,7 +4,8 @@
 
 Args:
     FOLDER: files of the JSON-Schema-Test-Suite (lists of {"schema", "tests": [{"data", "valid"}]}) and of JSONSchemaBench
-        ({"split", "schema", "tests"}), at any depth. A table has a row for each file of the first kind and each split of the second.
+        ({"split", "schema", "tests"}), at any depth. A table has a row for each file of the first kind
+        and each split of the second.
     --host: schemas that have no automaton are given to llguidance (strict), and its answers are counted in columns of their own;
         what it refuses as well is compiled with `shallow=True`.
 
@@ -64,9 +65,13 @@ def cases(folder: pathlib.Path):
         content = json.loads(path.read_text())
         if isinstance(content, list):
             for index, case in enumerate(content):
-                yield Case(f"suite/{path.stem}", f"{path.stem}[{index}] {case['description']}", case["schema"], case["tests"])
+                yield Case(
+                    f"suite/{path.stem}", f"{path.stem}[{index}] {case['description']}", case["schema"], case["tests"]
+                )
         else:
-            yield Case(f"bench/{content['split']}", f"{content['split']}/{content['id']}", content["schema"], content["tests"])
+            yield Case(
+                f"bench/{content['split']}", f"{content['split']}/{content['id']}", content["schema"], content["tests"]
+            )
 
 
 def text_of(data: object) -> bytes:
@@ -81,25 +86,21 @@ class Host:
         import llguidance
 
         self.llguidance = llguidance
-        tokens = [bytes([byte]) for byte in range(256)] + [b"\xff[eos]"]
 
         class Tokens:
             eos_token_id = 256
             bos_token_id = None
-            tokens = None
+            tokens = (*(bytes([byte]) for byte in range(256)), b"\xff[eos]")
             special_token_ids = (256,)
 
             def __call__(self, text):
                 return list(text.encode() if isinstance(text, str) else text)
 
-        Tokens.tokens = tokens
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokens()))
 
     def grammar(self, schema: object) -> str | None:
         """The compiled grammar; None if llguidance refuses it."""
-        made = self.llguidance.LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": False}
-        )
+        made = self.llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         return None if self.llguidance.LLMatcher(self.tokenizer, made, log_level=0).is_error() else made
 
     def accepts(self, grammar: str, text: bytes) -> bool:
@@ -114,9 +115,8 @@ def measure(case: Case, options: dict, host: Host | None):
     begin = time.process_time()
     wrong: list[str] = []
     compiled, reason = _compile(case, options)
-    if compiled is None and host is not None:
-        if not _ask_host(case, row, host):
-            compiled, reason = _compile(case, options | {"shallow": True})
+    if compiled is None and host is not None and not _ask_host(case, row, host):
+        compiled, reason = _compile(case, options | {"shallow": True})
     seconds = time.process_time() - begin
     if compiled is None:
         row.refused = 0 if row.hosted else len(case.tests)
@@ -190,7 +190,8 @@ def main() -> None:
         times[kind].append(seconds)
         if compiled is not None:
             sizes[kind].append(compiled.automaton.num_states)
-        taken.append((seconds, case.name, reason or f"{compiled.automaton.num_states} states, {compiled.level}"))
+        what = reason if compiled is None else f"{compiled.automaton.num_states} states, {compiled.level}"
+        taken.append((seconds, case.name, what or ""))
         if asked.wrong:
             for line in wrong:
                 print(line)
@@ -205,7 +206,10 @@ def main() -> None:
 
 
 def _print_table(rows: dict[str, Row]) -> None:
-    print("| file | pairs | right | accepted wrongly | rejected wrongly | refused | host right | host wrong | schemas | built | hosted |")
+    print(
+        "| file | pairs | right | accepted wrongly | rejected wrongly | refused "
+        "| host right | host wrong | schemas | built | hosted |"
+    )
     print("|---|" + "---|" * 10)
     totals: dict[str, Row] = collections.defaultdict(Row)
     for name, row in rows.items():
@@ -219,7 +223,13 @@ def _print_table(rows: dict[str, Row]) -> None:
 def _print_spread(title: str, values: np.ndarray) -> None:
     if len(values):
         points = np.percentile(values, [50, 75, 90, 95, 99, 100])
-        print(title, " ".join(f"{name}={point:.4g}" for name, point in zip(("p50", "p75", "p90", "p95", "p99", "max"), points, strict=True)))
+        print(
+            title,
+            " ".join(
+                f"{name}={point:.4g}"
+                for name, point in zip(("p50", "p75", "p90", "p95", "p99", "max"), points, strict=True)
+            ),
+        )
 
 
 if __name__ == "__main__":

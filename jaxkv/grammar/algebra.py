@@ -3,12 +3,10 @@
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.budget import Budget
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.determinise import byte_classes
 from jaxkv.grammar.errors import TooLarge
 from jaxkv.grammar.minimise import minimise
-
-_DEFAULT = Budget()
 
 
 def empty() -> ByteAutomaton:
@@ -21,29 +19,29 @@ def everything() -> ByteAutomaton:
     return ByteAutomaton(np.zeros(256, np.uint8), np.array([[0], [1]], np.int32), np.array([False, True]), 1)
 
 
-def intersection(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = _DEFAULT) -> ByteAutomaton:
+def intersection(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """What both accept."""
     return product(left, right, np.logical_and, budget)
 
 
-def union(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = _DEFAULT) -> ByteAutomaton:
+def union(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """What either accepts."""
     return product(left, right, np.logical_or, budget)
 
 
-def difference(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = _DEFAULT) -> ByteAutomaton:
+def difference(left: ByteAutomaton, right: ByteAutomaton, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """What `left` accepts and `right` does not."""
     return product(left, right, lambda a, b: a & ~b, budget)
 
 
-def complement(automaton: ByteAutomaton, budget: Budget = _DEFAULT) -> ByteAutomaton:
+def complement(automaton: ByteAutomaton, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """All byte strings that are not accepted."""
     return difference(everything(), automaton, budget)
 
 
 def equivalent(left: ByteAutomaton, right: ByteAutomaton) -> bool:
     """Whether both accept the same texts."""
-    return product(left, right, np.logical_xor, _DEFAULT).is_empty
+    return product(left, right, np.logical_xor, DEFAULT_BUDGET).is_empty
 
 
 def product(left: ByteAutomaton, right: ByteAutomaton, accept, budget: Budget) -> ByteAutomaton:

@@ -21,3 +21,6 @@ class Budget:
         """Raises `TooLarge` if `states` are too many for a deterministic automaton."""
         if states > self.states:
             raise TooLarge(f"{what} needs more than {self.states} states; raise the budget or use the host matcher")
+
+
+DEFAULT_BUDGET = Budget()

@@ -42,9 +42,7 @@ def invert(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 def intersect(left: Ranges, right: Ranges) -> Ranges:
     """Characters of both sets."""
-    return normal(
-        (max(a, c), min(b, d)) for a, b in left for c, d in right if max(a, c) <= min(b, d)
-    )
+    return normal((max(a, c), min(b, d)) for a, b in left for c, d in right if max(a, c) <= min(b, d))
 
 
 ANY = normal([(0, LAST)])
@@ -53,8 +51,10 @@ WORD = normal([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
 LINE_END = normal([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
 # ECMA-262 WhiteSpace and LineTerminator: unlike Python's \s with U+FEFF and without U+001C..U+001F, U+0085.
 SPACE = normal(
-    [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
-    + [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+    [
+        *[(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)],
+        *[(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)],
+    ]
 )
 
 _CATEGORIES = {
@@ -95,9 +95,7 @@ def unicode_property(name: str) -> Ranges | None:
     known = set(_CATEGORIES.values()) | {"LC"}
     if short not in known:
         return None
-    return normal(
-        span for category, spans in _by_category().items() if category.startswith(wanted) for span in spans
-    )
+    return normal(span for category, spans in _by_category().items() if category.startswith(wanted) for span in spans)
 
 
 @functools.cache
@@ -189,7 +187,9 @@ class CharWriter:
             self.graph.edge(state, first, last, self.graph.union(targets))
         if self.json:
             escaped = [
-                json_escape(chr(code))[1:] for low, high in ranges for code in [*range(low, min(high, 0x1F) + 1), 0x22, 0x5C]
+                json_escape(chr(code))[1:]
+                for low, high in ranges
+                for code in [*range(low, min(high, 0x1F) + 1), 0x22, 0x5C]
                 if low <= code <= high
             ]
             self.graph.edge(state, 0x5C, 0x5C, self._escapes(frozenset(escaped), after))

@@ -1,8 +1,8 @@
 r"""Sets of numbers as automata over their JSON text.
 
-A number has many texts. These are accepted: plain decimals (`-12.50`), and with an exponent where one digit stands before
-the point, and is not zero (`1.5e-07`, which is how Python, JavaScript and most others write them). `number()` alone accepts all of
-JSON's grammar. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
+A number has many texts. These are accepted: plain decimals (`-12.50`), and with an exponent where one digit stands
+before the point, and is not zero (`1.5e-07`, which is how Python, JavaScript and most others write them). `number()`
+alone accepts all of JSON's grammar. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
 """
 
 import functools
@@ -94,7 +94,11 @@ class _Bound:
                 return state._replace(phase="zero")
             first = _order(symbol, self.digits[:1]) if self.digits else 1
             return state._replace(
-                phase="int", count=1, order=_order(symbol, self.whole[:1]), scientific=first, position=1 if first == 0 else 0
+                phase="int",
+                count=1,
+                order=_order(symbol, self.whole[:1]),
+                scientific=first,
+                position=1 if first == 0 else 0,
             )
         if state.phase == "int":
             count = min(state.count + 1, len(self.whole) + 1)

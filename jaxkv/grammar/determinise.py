@@ -52,7 +52,7 @@ class _Determiniser:
         self.graph = graph
         self.size = graph.size
         self._fill_table()
-        self.has_bytes = self.table.any(axis=1)
+        self.has_bytes = np.any(self.table, axis=1)
         self.sets: dict[tuple[int, ...], int] = {}
         self.members: list[tuple[int, ...]] = []
         self.members_in_all = 0
@@ -147,7 +147,7 @@ class _Determiniser:
     def _represent(self) -> np.ndarray:
         """int32 [states]: the deterministic state that stands for each state with its epsilon transitions."""
         represent = np.arange(self.size, dtype=np.int32)
-        silent = ~self.has_bytes
+        silent: np.ndarray = ~self.has_bytes
         silent[FINAL] = False
         represent[silent] = 0
         for state in {*self.graph.epsilons, *self.graph.at_end}:
@@ -172,6 +172,7 @@ class _Determiniser:
                 found = cache[key] = next(iter(distinct)) if len(distinct) == 1 else self._merge(distinct)
             row[column] = found
             if ticks is not None:
+                assert self.tick is not None
                 effects = self.tick[list(members), column][alive[:, column]]
                 if (effects != effects[0]).any():
                     raise CounterConflict("a counted string overlaps another alternative; use the host matcher")

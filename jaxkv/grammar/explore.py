@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.budget import Budget
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.minimise import minimise
 
 State = TypeVar("State", bound=Hashable)
@@ -17,7 +17,7 @@ def explore(
     step: Callable[[State, str], State | None],
     accepts: Callable[[State], bool],
     alphabet: Sequence[str],
-    budget: Budget = Budget(),
+    budget: Budget = DEFAULT_BUDGET,
 ) -> ByteAutomaton:
     """Tries every symbol in every state.
 

@@ -39,7 +39,9 @@ class Graph:
         first = self.size
         self.size += count
         if self.size > self.budget.work:
-            raise TooLarge(f"the grammar needs more than {self.budget.work} nondeterministic states; use the host matcher")
+            raise TooLarge(
+                f"the grammar needs more than {self.budget.work} nondeterministic states; use the host matcher"
+            )
         return first
 
     def edge(self, source: int, first: int, last: int, target: int) -> None:

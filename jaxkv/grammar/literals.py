@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.budget import Budget
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.determinise import determinise
 from jaxkv.grammar.graph import FINAL, Graph
 
 
-def choice(texts: Sequence[str | bytes], budget: Budget = Budget()) -> ByteAutomaton:
+def choice(texts: Sequence[str | bytes], budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """Exactly one of the texts.
 
     Raises:

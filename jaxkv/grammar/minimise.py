@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxkv.grammar.automaton import ByteAutomaton, Counters
+from jaxkv.grammar.automaton import ByteAutomaton
 
 FAR = np.iinfo(np.int32).max  # distance of a state that cannot reach acceptance
 
@@ -150,5 +150,9 @@ def _merge_classes(automaton: ByteAutomaton) -> ByteAutomaton:
         if not counters.region.any():
             counters = None
     return ByteAutomaton(
-        number[automaton.byte_class], np.ascontiguousarray(table[:, first]), automaton.accepting, automaton.start, counters
+        number[automaton.byte_class],
+        np.ascontiguousarray(table[:, first]),
+        automaton.accepting,
+        automaton.start,
+        counters,
     )

@@ -8,7 +8,7 @@ import functools
 
 from jaxkv.grammar import algebra, chars
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.budget import Budget
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.chars import CharWriter
 from jaxkv.grammar.determinise import determinise
 from jaxkv.grammar.errors import RegexError, TooLarge
@@ -16,7 +16,7 @@ from jaxkv.grammar.graph import FINAL, Graph
 from jaxkv.grammar.regex_parser import Alternatives, Chars, Concat, End, Lookahead, Node, Repeat, Start, parse
 
 
-def compile_regex(pattern: str, budget: Budget = Budget()) -> ByteAutomaton:
+def compile_regex(pattern: str, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """The texts that match a pattern from their first to their last character (`^` and `$` may but need not be written).
 
     Args:
@@ -31,13 +31,13 @@ def compile_regex(pattern: str, budget: Budget = Budget()) -> ByteAutomaton:
 
 
 @functools.lru_cache(maxsize=256)
-def json_pattern(pattern: str, budget: Budget = Budget()) -> ByteAutomaton:
+def json_pattern(pattern: str, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """The canonical JSON string contents, without quotes, in which a pattern occurs somewhere (JSON Schema's `pattern`)."""
     return _compile(parse(pattern), json=True, search=True, budget=budget)
 
 
 @functools.lru_cache(maxsize=256)
-def json_whole(pattern: str, budget: Budget = Budget()) -> ByteAutomaton:
+def json_whole(pattern: str, budget: Budget = DEFAULT_BUDGET) -> ByteAutomaton:
     """The canonical JSON string contents that match a pattern from end to end."""
     return _compile(parse(pattern), json=True, search=False, budget=budget)
 

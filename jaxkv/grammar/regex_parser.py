@@ -1,7 +1,8 @@
 r"""ECMA-262 regular expressions (`u` mode, as JSON Schema asks), parsed to a tree.
 
-Two liberties of patterns in the wild are taken: a lone `{`, `}` or `]` is itself, and so is any escaped character that is no letter or
-digit (`\-`, `\_`). What no finite automaton has is refused by name: backreferences, lookbehind, word boundaries.
+Two liberties of patterns in the wild are taken: a lone `{`, `}` or `]` is itself, and so is any escaped character
+that is no letter or digit (`\-`, `\_`). What no finite automaton has is refused by
+name: backreferences, lookbehind, word boundaries.
 """
 
 import dataclasses

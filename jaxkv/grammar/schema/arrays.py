@@ -58,9 +58,7 @@ def plan_array(pool: Pool, clause: Clause, is_empty) -> ArrayPlan | None:
     length = max((len(first) for first, _ in items), default=0)
     if high is not None:
         length = min(length, high)
-    first = tuple(
-        pool.all(own[index] if index < len(own) else rest for own, rest in items) for index in range(length)
-    )
+    first = tuple(pool.all(own[index] if index < len(own) else rest for own, rest in items) for index in range(length))
     rest = pool.all(rest for _, rest in items)
     for index in range(length):
         if is_empty(first[index]):  # no item can stand there
@@ -106,8 +104,8 @@ class ArrayBuilder:
         self.pool = values.pool
         self.plan = plan
         self.domain = domain
-        starts = [start + 1 for _, _, _, start in plan.contains]
-        self.cap = max([len(plan.first), plan.low, *starts, *([] if plan.high is None else [plan.high])])
+        starts: list[int] = [start + 1 for _, _, _, start in plan.contains]
+        self.cap: int = max(len(plan.first), plan.low, plan.high or 0, *starts, 0)
         self.after_item: dict[_Place, int] = {}
         self.todo: list[_Place] = []
 

@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.budget import Budget
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.determinise import CounterConflict, determinise
 from jaxkv.grammar.errors import InvalidSchema, TooLarge
 from jaxkv.grammar.graph import FINAL, Graph
@@ -58,12 +58,12 @@ def compile_schema(
     strict: bool = True,
     formats: bool = True,
     shallow: bool = False,
-    budget: Budget = Budget(),
+    budget: Budget = DEFAULT_BUDGET,
 ) -> CompiledSchema:
     """The JSON texts that are valid under a schema.
 
-    Strings are in canonical form (raw UTF-8, escaped only what must be), numbers as `decimals` says. No text of an invalid value is
-    accepted; of valid values those are that keep to `CompiledSchema.level`.
+    Strings are in canonical form (raw UTF-8, escaped only what must be), numbers as `decimals` says. No text of an
+    invalid value is accepted; of valid values those are that keep to `CompiledSchema.level`.
 
     Args:
         schema: JSON Schema (drafts 4 to 2020-12), as an object, a boolean or JSON text.

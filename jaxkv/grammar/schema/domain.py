@@ -31,7 +31,9 @@ def domain(pool: Pool, normaliser: Normaliser, formula: Formula) -> list[Formula
                     return None
                 numbers |= set.intersection(*listed)
             else:
-                listed = [texts for atom in atoms if atom.kind == "pattern" and (texts := _texts(atom.args[0])) is not None]
+                listed = [
+                    texts for atom in atoms if atom.kind == "pattern" and (texts := _texts(atom.args[0])) is not None
+                ]
                 if not listed:
                     return None
                 strings |= set.intersection(*listed)

@@ -1,7 +1,7 @@
 """Formulas of one type as plans and automata, and whether they hold for any value at all.
 
-That a formula holds for no value is found where it takes little: kinds of scalars by their automata, arrays and objects by what must
-be in them, to some depth. "Not empty" means "not known to be".
+That a formula holds for no value is found where it takes little: kinds of scalars by their automata, arrays and objects by what
+must be in them, to some depth. "Not empty" means "not known to be".
 """
 
 from jaxkv.grammar import algebra, decimals

@@ -1,7 +1,8 @@
 r"""String formats as automata.
 
-Sources: RFC 3339 (date, time, duration; a leap second only at 23:59:60 UTC written with offset zero), RFC 5321 (email: dot-atom or quoted
-local part), RFC 1123 (hostname), RFC 4291 (ipv6), RFC 4122 (uuid), RFC 3986 (uri), RFC 3987 (iri), RFC 6570 (uri-template), RFC 6901.
+Sources: RFC 3339 (date, time, duration; a leap second only at 23:59:60 UTC written with offset zero), RFC 5321 (email: dot-atom
+or quoted local part), RFC 1123 (hostname), RFC 4291 (ipv6), RFC 4122 (uuid), RFC 3986 (uri), RFC 3987 (iri),
+RFC 6570 (uri-template), RFC 6901 (json-pointer).
 The standard's own formats that have no finite automaton, or need tables that are not here (`regex`, `idn-hostname`), and
 names that the standard does not know are annotations, as the standard has it by default.
 """

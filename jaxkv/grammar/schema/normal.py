@@ -133,7 +133,9 @@ class Normaliser:
                 rest = pool.negate(value)
                 if meant is not None:
                     return pool.atom("properties", (), ((meant, rest),), pool.true)
-                return pool.atom("properties", tuple((n, pool.true) for n in names), tuple((p, pool.true) for p in patterns), rest)
+                return pool.atom(
+                    "properties", tuple((n, pool.true) for n in names), tuple((p, pool.true) for p in patterns), rest
+                )
             case "unsupported":
                 return atom
         raise AssertionError(atom.kind)
@@ -205,7 +207,9 @@ class Normaliser:
         """Without conjunctions that say more than another one of the union."""
         kept: list[Clause] = []
         if len(clauses) > 8 * _MAX_CLAUSES:
-            raise TooLarge(f"a combination of schemas has more than {8 * _MAX_CLAUSES} alternatives; use the host matcher")
+            raise TooLarge(
+                f"a combination of schemas has more than {8 * _MAX_CLAUSES} alternatives; use the host matcher"
+            )
         for clause in sorted(dict.fromkeys(clauses), key=len):
             if not any(other <= clause for other in kept):
                 kept.append(clause)

@@ -201,8 +201,8 @@ def _means(want: Wanted, matching: frozenset[ByteAutomaton]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """After some properties: the next name in order (or, in any order, those that were there), their number (capped), `exists` not
-    fulfilled yet."""
+    """After some properties: the next name in order (or, in any order, those that were there), their number (capped),
+    `exists` not fulfilled yet."""
 
     seen: int
     count: int
@@ -232,7 +232,9 @@ class ObjectBuilder:
         self.between = values.level.between or not self.names
         low = plan.low
         if low >= 2 and self.classes and low > sum(self.required) + 1:
-            raise UnsupportedSchema("minProperties", plan.where, "how many different names of its own choice an object has is not known")
+            raise UnsupportedSchema(
+                "minProperties", plan.where, "how many different names of its own choice an object has is not known"
+            )
         self.cap = low if plan.high is None else plan.high
         self.after_property: dict[_Place, int] = {}
         self.todo: list[_Place] = []

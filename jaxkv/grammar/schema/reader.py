@@ -28,11 +28,43 @@ from jaxkv.grammar.schema.formula import (
 from jaxkv.grammar.schema.resolve import Document
 
 _TYPES = {"null": NULL, "boolean": BOOLEAN, "number": NUMBER, "string": STRING, "array": ARRAY, "object": OBJECT}
-_IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "$ref", "$dynamicRef")
+_IN_PLACE = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+    "dependencies",
+    "$ref",
+    "$dynamicRef",
+)
 # Only say how a schema is organised or read by people.
 _SILENT = frozenset(
-    "$schema $id id $anchor $dynamicAnchor $recursiveAnchor $defs definitions $comment $vocabulary title description default examples "
-    "deprecated readOnly writeOnly contentEncoding contentMediaType contentSchema".split()
+    [
+        "$schema",
+        "$id",
+        "id",
+        "$anchor",
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "$defs",
+        "definitions",
+        "$comment",
+        "$vocabulary",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+    ]
 )
 
 
@@ -135,7 +167,9 @@ class Reader:
         if not isinstance(schema, dict):
             raise InvalidSchema(f"a schema must be an object or a boolean, not {schema!r}")
         if self._open.count(id(schema)):
-            raise UnsupportedSchema("$ref", self.document.path_of(schema), "it refers to itself without going into the value")
+            raise UnsupportedSchema(
+                "$ref", self.document.path_of(schema), "it refers to itself without going into the value"
+            )
         self._open.append(id(schema))
         try:
             return _Keywords(self, schema).read(tracked)
@@ -361,10 +395,18 @@ class _Keywords:
         return self.pool.atom("compare", relation, self.number("maximum", value))
 
     def _exclusiveMinimum(self, value: Any) -> Formula:
-        return self.pool.true if isinstance(value, bool) else self.pool.atom("compare", ">", self.number("exclusiveMinimum", value))
+        return (
+            self.pool.true
+            if isinstance(value, bool)
+            else self.pool.atom("compare", ">", self.number("exclusiveMinimum", value))
+        )
 
     def _exclusiveMaximum(self, value: Any) -> Formula:
-        return self.pool.true if isinstance(value, bool) else self.pool.atom("compare", "<", self.number("exclusiveMaximum", value))
+        return (
+            self.pool.true
+            if isinstance(value, bool)
+            else self.pool.atom("compare", "<", self.number("exclusiveMaximum", value))
+        )
 
     def _multipleOf(self, value: Any) -> Formula:
         divisor = self.number("multipleOf", value)
@@ -457,12 +499,34 @@ class _Keywords:
             patterns=frozenset(patterns),
             all_properties="additionalProperties" in schema,
             first_items=len(first),
-            all_items=isinstance(items, dict | bool) or "additionalItems" in schema and isinstance(items, list),
+            all_items=isinstance(items, dict | bool) or ("additionalItems" in schema and isinstance(items, list)),
             containing=frozenset([self.reader.schema(schema["contains"])] if contains else []),
         )
 
 
 _ASSERTIONS = frozenset(
-    "type const enum pattern format minLength maxLength minItems maxItems minProperties maxProperties minimum maximum "
-    "exclusiveMinimum exclusiveMaximum multipleOf uniqueItems required propertyNames dependentRequired dependencies contains".split()
+    [
+        "type",
+        "const",
+        "enum",
+        "pattern",
+        "format",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "uniqueItems",
+        "required",
+        "propertyNames",
+        "dependentRequired",
+        "dependencies",
+        "contains",
+    ]
 )

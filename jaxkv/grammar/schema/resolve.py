@@ -30,7 +30,14 @@ class Document:
                 self._walk(item, base, f"{path}/{index}", None)
         if not isinstance(node, dict):
             return
-        names_only = parent_key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+        names_only = parent_key in (
+            "properties",
+            "patternProperties",
+            "$defs",
+            "definitions",
+            "dependentSchemas",
+            "dependencies",
+        )
         if not names_only:
             base = self._identify(node, base)
         self.base[id(node)] = base
@@ -73,7 +80,9 @@ class Document:
             target = self.base[id(node)]
         resource = self.resources.get(target)
         if resource is None:
-            raise UnsupportedSchema(keyword, self.path_of(node), f"{reference!r} is not in the document, and nothing is fetched")
+            raise UnsupportedSchema(
+                keyword, self.path_of(node), f"{reference!r} is not in the document, and nothing is fetched"
+            )
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             found = self.anchors.get((target, fragment))

@@ -14,7 +14,9 @@ from jaxkv.grammar.minimise import FAR, minimise
 from jaxkv.grammar.regex import json_whole
 from jaxkv.grammar.schema.formula import Formula
 
-_EXPANDED = 8  # characters: a count up to this becomes states, each of which costs as many states again as a character has
+_EXPANDED = (
+    8  # characters: a count up to this becomes states, each of which costs as many states again as a character has
+)
 _ENDLESS = np.iinfo(np.int32).max
 
 

@@ -102,7 +102,9 @@ class Values:
         if not self.flexible:
             return self.graph.literal(text, after)
         opening = text in (b"{", b"[")
-        inner = self.graph.literal(text, self.space(after)) if text not in (b"}", b"]") else self.graph.literal(text, after)
+        inner = (
+            self.graph.literal(text, self.space(after)) if text not in (b"}", b"]") else self.graph.literal(text, after)
+        )
         return inner if opening else self.space(inner)
 
     def key(self, name: str, value: int) -> int:
@@ -189,10 +191,11 @@ class Values:
         if values is not None:
             return plan, values
         if self.relax_unique is None:
-            raise UnsupportedSchema("uniqueItems", plan.unique, "items of unlimited variety would have to be remembered")
+            raise UnsupportedSchema(
+                "uniqueItems", plan.unique, "items of unlimited variety would have to be remembered"
+            )
         self.relax_unique[f"uniqueItems@{plan.unique}"] = None
         return dataclasses.replace(plan, unique=None), []
 
     def _objects(self, local: Formula, after: int) -> list[int]:
         return [ObjectBuilder(self, plan).build(after) for plan in self.emptiness.object_plans(local)]
-

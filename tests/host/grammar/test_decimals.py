@@ -13,9 +13,7 @@ from jaxkv.grammar.errors import TooLarge
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne}
 BOUNDS = ["0", "1", "-1", "100", "0.5", "-0.25", "99.99", "1e-5", "12345", "2.5e10", "25", "-300"]
 PLAIN = st.from_regex(r"-?(0|[1-9][0-9]{0,5})(\.[0-9]{1,4})?", fullmatch=True, alphabet="-.0123456789")
-SCIENTIFIC = st.from_regex(
-    r"-?[1-9](\.[0-9]{1,4})?[eE][+-]?[0-9]{1,2}", fullmatch=True, alphabet="-.0123456789eE+"
-)
+SCIENTIFIC = st.from_regex(r"-?[1-9](\.[0-9]{1,4})?[eE][+-]?[0-9]{1,2}", fullmatch=True, alphabet="-.0123456789eE+")
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -42,7 +40,10 @@ def test_multiples(divisor, texts):
         assert broken.matches(text) != whole.matches(text), text
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-1000, max_value=1000), st.lists(PLAIN, max_size=20))
+@given(
+    st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-1000, max_value=1000),
+    st.lists(PLAIN, max_size=20),
+)
 @settings(deadline=None, max_examples=40)
 def test_equality_is_by_value(value, texts):
     automaton = decimals.equal(value)
@@ -61,7 +62,15 @@ def test_what_python_writes_is_a_number(value):
 
 
 def test_integers_and_fractions_exclude_each_other():
-    for text, whole in [("3", True), ("3.0", True), ("3e2", True), ("-0", True), ("3.5", False), ("5e-1", False), ("1.5e-7", False)]:
+    for text, whole in [
+        ("3", True),
+        ("3.0", True),
+        ("3e2", True),
+        ("-0", True),
+        ("3.5", False),
+        ("5e-1", False),
+        ("1.5e-7", False),
+    ]:
         assert decimals.integer().matches(text) == whole
         assert decimals.fractional().matches(text) != whole
 

@@ -36,7 +36,11 @@ def test_whole_matches_are_those_of_python(pattern, texts):
         assert automaton.matches(text) == bool(re.fullmatch(pattern, text, re.ASCII)), text
 
 
-@given(st.sampled_from(["{}", "^{}", "{}$", "^{}$", "^{}|{}$", "(?:^{}|b){}", "(?={})b", "^(?!{})", "a(?!{}$)"]), PATTERNS, PATTERNS)
+@given(
+    st.sampled_from(["{}", "^{}", "{}$", "^{}$", "^{}|{}$", "(?:^{}|b){}", "(?={})b", "^(?!{})", "a(?!{}$)"]),
+    PATTERNS,
+    PATTERNS,
+)
 @settings(deadline=None, max_examples=150)
 def test_patterns_of_json_strings_are_searched_in_the_decoded_text(frame, left, right):
     pattern = frame.format(left, right) if frame.count("{}") == 2 else frame.format(left)

@@ -25,7 +25,13 @@ def automata(pattern: str, low: int, high: int | None) -> tuple[ByteAutomaton, B
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("low", "high"), [(0, 9), (3, 12), (10, None)])
-@given(texts=st.lists(TEXTS | st.sampled_from(["a" * 9, "ab" * 5, "a" * 12, "xabcabcabc", "b" * 10, "b" * 9]), min_size=20, max_size=30))
+@given(
+    texts=st.lists(
+        TEXTS | st.sampled_from(["a" * 9, "ab" * 5, "a" * 12, "xabcabcabc", "b" * 10, "b" * 9]),
+        min_size=20,
+        max_size=30,
+    )
+)
 @settings(deadline=None, max_examples=4)
 def test_the_counter_counts_what_states_count(pattern, low, high, texts):
     contents, by_states, counted = automata(pattern, low, high)
@@ -43,7 +49,9 @@ def test_no_text_that_is_alive_is_a_dead_end(pattern, low, high):
     top = 24 if high is None else high + 1
     alive = places(automaton, top)
     stranded = alive - completable(automaton, alive)
-    assert {place for place in stranded if high is not None or place[1] < top - 4} == set()  # above `top` nothing is looked at
+    assert {
+        place for place in stranded if high is not None or place[1] < top - 4
+    } == set()  # above `top` nothing is looked at
 
 
 def places(automaton: ByteAutomaton, top: int) -> set[tuple[int, int]]:
