@@ -64,13 +64,18 @@ def test_a_model_may_refuse_what_its_schema_allows(caplog: pytest.LogCaptureFixt
     assert "too far" in caplog.text
 
 
+def format_in(params: SamplingParams) -> str:
+    assert isinstance(params.structured, ToolCalls)
+    return params.structured.format
+
+
 def test_the_model_s_template_says_how_calls_are_written() -> None:
     params = SamplingParams(structured=ToolCalls([{"name": "now"}]))
     plain = Intake(vocab_size=9, eos_ids=(1,))
-    assert plain.resolve(params).structured.format == "smollm2"
+    assert format_in(plain.resolve(params)) == "smollm2"
     template = ChatTemplate({"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]"})
     of_model = dataclasses.replace(plain, tokenizer=SimpleNamespace(chat_template=template))
-    assert of_model.resolve(params).structured.format == "mistral"
+    assert format_in(of_model.resolve(params)) == "mistral"
     given = SamplingParams(structured=ToolCalls([{"name": "now"}], format="hermes"))
     assert of_model.resolve(given) is given
     assert of_model.resolve(SamplingParams()) == SamplingParams()
