@@ -141,7 +141,7 @@ class _Determiniser:
             known = self.sets[members] = self.size + len(self.members)
             self.members.append(members)
             self.members_in_all += len(members)
-            self.graph.budget.check(self.members_in_all // 16, "a union of alternatives")
+            self.graph.budget.check(self.members_in_all // 4, "a union of alternatives")
         return known
 
     def _represent(self) -> np.ndarray:
