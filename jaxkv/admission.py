@@ -16,6 +16,29 @@ def check_cached(request: Request, config: SchedulerConfig) -> None:
         raise RequestError(f"{name} needs the prefix cache, which is off; load with prefix_cache=True or leave it out")
 
 
+def check_whole(prompt_len: int, params: SamplingParams, min_tokens: int, config: SchedulerConfig) -> None:
+    """Refuses a structured output that cannot be whole within the tokens it may have.
+
+    Args:
+        prompt_len: tokens in the prompt.
+        params: what is asked of it.
+        min_tokens: fewest tokens that the structure takes, the end token not counted.
+        config: the limits.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    if min_tokens > params.max_tokens:
+        raise RequestError(
+            f"max_tokens={params.max_tokens} is too few: the shortest output that the structure allows takes {min_tokens} tokens"
+        )
+    if prompt_len + min_tokens > config.max_len:
+        raise RequestError(
+            f"prompt_len={prompt_len} leaves {config.max_len - prompt_len} of max_len={config.max_len} tokens: the shortest "
+            f"output that the structure allows takes {min_tokens}"
+        )
+
+
 def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig) -> None:
     """Refuses a prompt that could never run, even alone.
 

@@ -75,6 +75,7 @@ class LLM:
         disk_cache_bytes: int | None = None,
         demote: str = "retained",
         overlap: bool = True,
+        grammar_bytes: int | None = None,
         seed: int = 0,
         tensor: int = 1,
         data: int = 1,
@@ -108,6 +109,8 @@ class LLM:
             demote: which cached pages go down when the pool gives them up: "retained", those somebody asked to keep
                 (`cache_control`, `prompt_cache_retention`), or "all".
             overlap: dispatch a step before the previous one was read; never changes the tokens.
+            grammar_bytes: memory of each device for the tables of structured outputs; None is 38 MB for a vocabulary of 49k,
+                100 MB for 128k. What does not fit is matched on the host.
             seed: base for requests without a seed of their own.
             tensor: devices over which weights and K/V heads are split; K/V heads are copied where there are fewer.
             data: groups of `tensor` devices, each with all weights, over which the sequences are split.
@@ -124,7 +127,7 @@ class LLM:
             memory_fraction=memory_fraction, token_budget=token_budget, decode_steps=decode_steps,
             prefix_cache=prefix_cache, eviction=eviction, host_cache_bytes=host_cache_bytes,
             cache_dir=None if cache_dir is None else os.fspath(cache_dir), disk_cache_bytes=disk_cache_bytes,
-            demote=demote, overlap=overlap, seed=seed,
+            demote=demote, overlap=overlap, grammar_bytes=grammar_bytes, seed=seed,
         )  # fmt: skip
         engine, intake = build_engine(model, config, dtype=dtype, tensor=tensor, data=data, progress=progress)
         llm = cls(str(model), engine, intake, config)
@@ -227,6 +230,9 @@ class LLM:
         on_step: Callable[[], None] = lambda: None,
     ) -> list[RequestOutput]:
         each = _one_for_each(items, params or SamplingParams(), "SamplingParams")
+        each = [self._intake.resolve(one) for one in each]
+        for one in each:
+            self._engine.compile(one)  # all at once; `_submit` waits for each
         builders: list[OutputBuilder] = []
         try:
             for (prompt, caching), one in zip(items, each, strict=True):
@@ -266,7 +272,7 @@ class LLM:
             RequestError: the request is refused, or asks for several completions.
             CapacityError: the prompt can never fit.
         """
-        params = params or SamplingParams()
+        params = self._intake.resolve(params or SamplingParams())
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one completion; use generate")
         caching = Caching(
@@ -421,6 +427,7 @@ class LLM:
         number = next(self._numbers)
         now = time.monotonic()
         token_ids = self._encode(prompt)
+        self._engine.await_grammar(len(token_ids), params)
         request = self._intake.make_request(
             f"request-{number}",
             token_ids,

@@ -16,6 +16,9 @@ from jaxkv.checkpoint.source import ModelSource
 from jaxkv.compile_cache import use_compilation_cache
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
+from jaxkv.grammar.compiler import GrammarCompiler
+from jaxkv.grammar.room import GrammarRoom
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary, vocabulary_of
 from jaxkv.intake import Intake
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
@@ -27,6 +30,7 @@ from jaxkv.settings import EngineConfig, Resolved, resolve
 from jaxkv.tier_files import PageFolder, PageFormat
 from jaxkv.tier_store import TierStore
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
+from jaxkv.tool_formats import SPECIAL_TEXTS
 
 
 def build_engine(
@@ -60,7 +64,8 @@ def build_engine(
     scheduler = Scheduler(resolved.scheduler, namespace)
     runner = Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, cache=programs)
     store = _open_tiers(config, str(model), namespace, scheduler, runner)
-    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, store=store)
+    grammars = _grammars(tokenizer, geometry.vocab_size, resolved) if tokenizer is not None else None
+    engine = Engine(scheduler, runner, tokenizer, overlap=config.overlap, store=store, grammars=grammars)
     return engine, Intake(vocab_size=geometry.vocab_size, eos_ids=_eos_ids(source, tokenizer), tokenizer=tokenizer)
 
 
@@ -73,11 +78,26 @@ def _resolve_dtype(dtype: str, source: ModelSource, backend: ops.Backend) -> np.
     return np.dtype(names[dtype])
 
 
+def _grammars(tokenizer: Tokenizer, vocab_size: int, resolved: Resolved) -> GrammarCompiler:
+    room = GrammarRoom(resolved.scheduler.grammars, resolved.scheduler.max_rows)  # only to ask what fits
+
+    def make(for_tools: bool) -> TokenVocabulary:
+        usable = {tokenizer.vocabulary.token_id(text) for text in SPECIAL_TEXTS}
+        if not for_tools or not usable & tokenizer.special_ids:
+            return vocabulary_of(tokenizer, vocab_size)
+        tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, vocab_size))]
+        return make_vocabulary(
+            tokens, size=vocab_size, excluded=tokenizer.special_ids - usable, end_ids=tokenizer.eos_ids
+        )
+
+    return GrammarCompiler(make, room.fits)
+
+
 def _program_cache(family: Family, geometry: ModelConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
     pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
     facts = (
         family.name, family.revision, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
-        config.max_rows, config.max_len, config.decode_steps, dict(mesh.shape),
+        config.max_rows, config.max_len, config.decode_steps, config.grammars, dict(mesh.shape),
     )  # fmt: skip
     return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)
 

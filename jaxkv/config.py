@@ -32,6 +32,26 @@ class TierConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GrammarSizes:
+    """Room for the tables of grammars that live on the device, over all rows; every device holds all of it.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    num_grammars: int = 8  # at once
+    num_states: int = 4096
+    num_transitions: int = 1 << 18
+    num_lookups: int = 1 << 14
+    num_masks: int = 512
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"grammars.{field.name}={getattr(self, field.name)} must be >= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Everything the host tower needs; all numbers are final.
 
@@ -56,6 +76,7 @@ class SchedulerConfig:
     reserve_steps: int = 8  # decode steps of page growth kept free when a sequence is admitted next to running ones
     tiers: TierConfig = TierConfig()  # host memory and disk below the pool
     num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
+    grammars: GrammarSizes = GrammarSizes()
 
     def __post_init__(self) -> None:
         for field in (

@@ -5,15 +5,19 @@ host. Without, each step is read before the next is planned; the tokens are the 
 """
 
 import collections
+import concurrent.futures
 import logging
 import time
 
 import jax
 
+from jaxkv.admission import check_whole
 from jaxkv.errors import RequestError
 from jaxkv.events import Committed, Finished
+from jaxkv.grammar.compiled import CompiledGrammar
+from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.outputs import OutputBuilder
-from jaxkv.request import FinishReason, Request
+from jaxkv.request import FinishReason, Request, SamplingParams
 from jaxkv.runner import InFlight, Runner
 from jaxkv.scheduler import Scheduler, SchedulerStats
 from jaxkv.tier_mover import TierMover
@@ -22,11 +26,22 @@ from jaxkv.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 0.05  # a step waits so long for pages from disk, if there is nothing else to do: deadlines must be seen
+MAX_WAIT_S = (
+    0.05  # a step waits so long for a grammar or pages from disk, if there is nothing else: deadlines must be seen
+)
 
 
 class Engine:
-    """Owns the steps in flight and the outputs in the making. Not thread-safe."""
+    """Owns the steps in flight and the outputs in the making. Not thread-safe.
+
+    Args:
+        scheduler: plans.
+        runner: executes.
+        tokenizer: None leaves texts empty.
+        overlap: dispatch a step before the one before it was read.
+        store: holds pages below the device; None: there are none.
+        grammars: compiles structured outputs; None refuses them.
+    """
 
     def __init__(
         self,
@@ -36,6 +51,7 @@ class Engine:
         *,
         overlap: bool,
         store: TierStore | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.mover = TierMover(scheduler, runner, store or TierStore(None))
@@ -47,9 +63,43 @@ class Engine:
         self._finished: collections.deque[Finished] = collections.deque()  # endings no builder has taken in yet
         self._aborts: collections.deque[str] = collections.deque()  # asked for while a step was running
         self._is_stepping = False
+        self._grammars = grammars
+        self._compiling: dict[str, concurrent.futures.Future[CompiledGrammar]] = {}  # by request, in order of arrival
+
+    def compile(self, params: SamplingParams) -> "concurrent.futures.Future[CompiledGrammar] | None":
+        """Starts to compile what `params` ask for, off this thread, or finds it compiled; None if the output is free.
+
+        Raises:
+            RequestError: this engine has no tokenizer to do it for.
+        """
+        if params.structured is None and params.suppress_eos_until is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("structured and suppress_eos_until need a tokenizer, and this model has none")
+        if params.structured is None:
+            ready: concurrent.futures.Future[CompiledGrammar] = concurrent.futures.Future()
+            ready.set_result(self._grammars.watch_json())
+            return ready
+        return self._grammars.submit(params.structured, params.allowed_token_ids)
+
+    def await_grammar(self, prompt_len: int, params: SamplingParams) -> None:
+        """Compiles what `params` ask for and waits for it.
+
+        Args:
+            prompt_len: tokens in the prompt.
+            params: may ask for a structure.
+
+        Raises:
+            RequestError: the structure cannot be enforced, or an output cannot be whole within its tokens.
+        """
+        if (future := self.compile(params)) is not None:
+            check_whole(prompt_len, params, future.result().min_tokens, self.scheduler.config)
 
     def add(self, request: Request, prompt: str | None, *, stream: bool = False) -> OutputBuilder:
         """Queues a checked request; its output appears in the returned builder as `step` runs.
+
+        While its grammar is being compiled the request waits, without pages; what is wrong with the grammar ends it with
+        an error in the next step. `await_grammar` raises instead.
 
         Raises:
             RequestError: the id is in use, or the prompt is too long.
@@ -58,8 +108,11 @@ class Engine:
         if request.request_id in self._builders:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another one")
         builder = OutputBuilder(request, self._tokenizer, prompt, stream=stream)
-        self.scheduler.add(request, stream=stream)
+        future = self.compile(request.params)
+        self.scheduler.add(request, stream=stream, held=future is not None)
         self._builders[request.request_id] = builder
+        if future is not None:
+            self._compiling[request.request_id] = future
         return builder
 
     def abort(self, request_id: str) -> None:
@@ -103,13 +156,37 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    def _take_grammars(self) -> None:
+        """Requests whose grammar is compiled join the queue; those that it cannot serve end."""
+        for request_id, future in [*self._compiling.items()]:
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            builder = self._builders[request_id]
+            request = builder.request
+            try:
+                builder.grammar = future.result()
+                check_whole(
+                    len(request.prompt_token_ids), request.params, builder.grammar.min_tokens, self.scheduler.config
+                )
+            except RequestError as error:
+                for child in range(request.params.n):
+                    self.scheduler.finish(request_id, child, reason=FinishReason.ERROR, error=str(error))
+            else:
+                self.scheduler.set_grammar(request_id, builder.grammar)
+
     def _step(self) -> None:
         while self._aborts:
             self.scheduler.abort(self._aborts.popleft())
+        self._take_grammars()
         self.scheduler.expire(time.monotonic())
         self.mover.report()
         plan = self.scheduler.plan(time.monotonic())
         self.mover.move()
+        if plan is None and not self._flights and self._compiling:  # nothing else to do
+            concurrent.futures.wait(
+                self._compiling.values(), timeout=MAX_WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED
+            )
         if plan is not None:
             self._flights.append((self.runner.dispatch(plan), time.monotonic()))
         elif not self._flights and self.scheduler.tiers.is_reading:
@@ -159,6 +236,7 @@ class Engine:
                 builder.finish(event, now)
             if event.is_last:
                 del self._builders[event.request_id]
+                self._compiling.pop(event.request_id, None)
             self._finished.popleft()
 
     def _fail_all(self, error: str) -> None:
@@ -170,6 +248,7 @@ class Engine:
         for builder in self._builders.values():  # whose endings were lost on the way
             builder.end_rest(error, time.monotonic())
         self._builders.clear()
+        self._compiling.clear()
         self.runner.reset()
         self.mover.store.reset()
 

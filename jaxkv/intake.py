@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from jaxkv.cache_control import Mark
 from jaxkv.errors import RequestError
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS, Request, SamplingParams
+from jaxkv.structured import ToolCalls
 from jaxkv.tokenizer import Tokenizer
+from jaxkv.tool_formats import format_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,15 @@ class Intake:
     vocab_size: int  # width of the logits
     eos_ids: tuple[int, ...]  # ids that end an output unless `ignore_eos`
     tokenizer: Tokenizer | None = None  # None: token-id prompts only, no stop strings, no bad words
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """`params` with nothing left open that the model decides: how it writes calls of tools."""
+        form = params.structured
+        if not isinstance(form, ToolCalls) or form.format != "auto":
+            return params
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        name = format_of(template.sources.values() if template is not None else ())
+        return dataclasses.replace(params, structured=dataclasses.replace(form, format=name))
 
     def make_request(
         self,
@@ -37,6 +48,7 @@ class Intake:
         Raises:
             RequestError: an id lies outside the vocabulary, a limit is exceeded, or a field needs a tokenizer.
         """
+        params = self.resolve(params)
         _check_envelope(priority, deadline_s, cache_salt=cache_salt, prompt_cache_key=cache_key)
         self._check_ids("prompt", prompt_token_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -44,11 +56,18 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias or ())
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop and bad_words need a tokenizer, and this model has none; use stop_token_ids")
+        if (params.structured or params.suppress_eos_until) and self.tokenizer is None:
+            raise RequestError("structured and suppress_eos_until need a tokenizer, and this model has none")
         eos_ids = () if params.ignore_eos else self.eos_ids
         stop_ids = tuple(sorted({*eos_ids, *params.stop_token_ids}))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"stop_token_ids and the model's own end ids are {len(stop_ids)} ids; the limit is {MAX_STOP_IDS}"
+            )
+        if params.structured is not None and not stop_ids:
+            raise RequestError(
+                "structured output ends with an end token, and there is none: ignore_eos=True leaves none of the model's; "
+                "set ignore_eos=False or give stop_token_ids"
             )
         return Request(
             request_id=request_id,

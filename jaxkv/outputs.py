@@ -1,13 +1,17 @@
 """Collects one request's tokens into text, log-probabilities and, at its end, a `RequestOutput`."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
+from jaxkv.after_decoding import after_decoding
 from jaxkv.detokenizer import Detokenizer
 from jaxkv.events import Finished, NewTokens, Scores
+from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.request import Completion, FinishReason, Request, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxkv.stop_strings import StopMatch, StopMatcher
+from jaxkv.structured import ToolCalls, Triggered
 from jaxkv.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON does not have; OpenAI's API and vLLM write the same
@@ -81,6 +85,8 @@ class OutputBuilder:
         self.request = request
         self._watched = stream or request.params.needs_every_token
         self.prompt = prompt
+        self._tokenizer = tokenizer
+        self.grammar: CompiledGrammar | None = None  # set by the engine when it is compiled
         self._children = [_Child(CompletionText(request, tokenizer), []) for _ in range(request.params.n)]
         self._scores: list[TokenLogprobs | None] = [None]
         self._cached_tokens = self._written_tokens = 0
@@ -165,6 +171,7 @@ class OutputBuilder:
             reason, stop_reason = FinishReason.ERROR, None
         if (match := child.text.match) is not None and reason is not FinishReason.ERROR:
             token_ids, reason, stop_reason = token_ids[: match.num_tokens], FinishReason.STOP, match.stop
+        reason, extra = self._after_decoding(event.child, token_ids, reason, stop_reason)
         wants = self.request.params.logprobs is not None
         return Completion(
             index=event.child,
@@ -174,7 +181,31 @@ class OutputBuilder:
             stop_reason=stop_reason,
             logprobs=tuple(child.logprobs[: len(token_ids)]) if wants else None,
             error=child.error or event.error,
+            **extra,
         )
+
+    def _after_decoding(
+        self, child: int, token_ids: tuple[int, ...], reason: FinishReason, stop_reason: str | int | None
+    ) -> tuple[FinishReason, dict[str, Any]]:
+        """Why a structured output really ended, and what it says if it is whole."""
+        form, stop_ids = self.request.params.structured, self.request.stop_ids
+        if form is None or self.grammar is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return reason, {}
+        output = token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids
+        if reason is FinishReason.LENGTH or isinstance(stop_reason, str):  # cut off, or whole with its very last token
+            if not self.grammar.accepts(output):
+                return reason, {}
+            if not isinstance(form, (Triggered, ToolCalls)):  # in free text, only the model can say that it is whole
+                reason = FinishReason.STOP
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "intake refuses structured output without a tokenizer"
+        extra = after_decoding(
+            form,
+            self._children[child].text.text,
+            lambda: tokenizer.decode(output, skip_special_tokens=False),
+            f"{self.request.request_id}/{child}",
+        )
+        return FinishReason.TOOL_CALLS if extra.get("tool_calls") else reason, extra
 
     def _assemble(self, now_s: float) -> RequestOutput:
         request = self.request

@@ -17,6 +17,7 @@ import typing
 
 import numpy as np
 
+from jaxkv.grammar_layout import GrammarLoad, GrammarPlace
 from jaxkv.request import SamplingParams
 
 
@@ -33,6 +34,9 @@ class RowSetup:
     stop_ids: tuple[int, ...]
     bad_words_ids: tuple[tuple[int, ...], ...]
     token_ids: np.ndarray  # int32 [num_tokens]: prompt and output known so far, for penalties and bad words
+    grammar: GrammarPlace | None = None  # None: any token may come
+    grammar_state: int = 0  # after the output known so far, counted from the grammar's first
+    grammar_count: int = 0  # of the counter register, after the same
 
 
 class PageWrite(typing.NamedTuple):
@@ -127,6 +131,10 @@ class StepPlan:
     setups: tuple[RowSetup, ...] = ()
     page_writes: tuple[PageWrite, ...] = ()
     page_copies: tuple[PageCopy, ...] = ()  # done before anything is computed; a target is copied to once
+    grammar_loads: tuple[GrammarLoad, ...] = ()  # done before anything is computed
+    # Masks of rows whose grammar lives on the host, for this step: each token needs a new one.
+    mask_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_masks]
+    masks: np.ndarray | None = None  # uint32 [num_masks, ceil(V / 32)]; None: there are none
     chunks: tuple[Chunk, ...] = ()
     decode_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_decode_rows], by request
     num_steps: int = 1

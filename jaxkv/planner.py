@@ -16,9 +16,12 @@ import dataclasses
 import numpy as np
 
 from jaxkv.config import SchedulerConfig
+from jaxkv.grammar.compiled import OnDevice, OnHost
+from jaxkv.grammar.host import fill_masks
+from jaxkv.grammar_layout import GrammarPlace, host_row
 from jaxkv.memory import Reuse
 from jaxkv.placement import Placement
-from jaxkv.plan import Chunk, PageCopy, PageWrite, RowSetup, StepPlan
+from jaxkv.plan import NO_ROWS, Chunk, PageCopy, PageWrite, RowSetup, StepPlan
 from jaxkv.queue import Verdict
 from jaxkv.request import FinishReason
 from jaxkv.roster import Roster
@@ -70,8 +73,9 @@ class Planner:
 
     def make(self) -> Flight | None:
         """Plans the step; None if there is nothing to compute now."""
-        behind, max_steps = self._rows.behind(), self._config.decode_steps
-        batch, num_steps = self._reserve(self._rows.decode_batch(), 1 if behind or self._may_admit() else max_steps)
+        behind, max_steps = self._rows.behind(), 1 if self._rows.num_on_host else self._config.decode_steps
+        batch = self._rows.without_awaited(self._rows.decode_batch(), self._committed_id)
+        batch, num_steps = self._reserve(batch, 1 if behind or self._may_admit() else max_steps)
         if behind or self._may_admit():  # asked again: a preemption made room, maybe for others
             for shard, num in enumerate(self._shards.sums(batch.rows, np.ones_like(batch.rows))):
                 self._budgets[shard] -= num
@@ -90,12 +94,16 @@ class Planner:
         return list(self._chunked.items())
 
     def _finish(self, batch: DecodeBatch, num_steps: int) -> Flight:
+        mask_rows, masks = self._host_masks(batch)
         plan = StepPlan(
             step_id=self._step_id,
             setups=tuple(self._setups),
             page_writes=tuple(self._writes),
             page_copies=tuple(self._copies),
             chunks=tuple(self._chunks),
+            grammar_loads=self._roster.grammars.take_loads(),
+            mask_rows=mask_rows,
+            masks=masks,
             decode_rows=batch.rows.astype(np.int32),
             num_steps=num_steps,
         )
@@ -108,6 +116,17 @@ class Planner:
             chunk_sequences=tuple(self._chunked),
             admitted=tuple(self._admitted),
         )
+
+    def _host_masks(self, batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows that sample a token under a grammar matched on the host, and what it may be."""
+        if not self._rows.num_on_host:
+            return NO_ROWS, None
+        sequences = self._rows.sequences[batch.rows[self._rows.on_host[batch.rows]]].tolist()
+        sequences += [s for s, c in zip(self._chunked, self._chunks, strict=True) if s.is_on_host and c.samples]
+        if not sequences:
+            return NO_ROWS, None
+        masks = fill_masks([(seq.matcher, seq.request.stop_ids) for seq in sequences])
+        return np.array([seq.row for seq in sequences], np.int32), masks
 
     # --- decode rows -------------------------------------------------------------------------------------------------
 
@@ -225,10 +244,13 @@ class Planner:
         if self._placement.is_worth_waiting(seq, *offers[0]) or not self._is_up(offers[0][1]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
+        if not self._roster.pin_grammar(seq):
+            return Verdict.NOT_YET
         is_first = seq.child == 0 and seq.cached_tokens is None
         placed = (o for o in offers if self._is_up(o[1]) and self._roster.try_place(seq, *o))
         shard, reuse = next(placed, (0, None))
         if reuse is None:
+            self._roster.unpin_grammar(seq)
             return Verdict.NOT_YET
         self._placement.note_filled(shard, reuse.lower_keys)
         self._refused_for_pages_only = False
@@ -251,6 +273,7 @@ class Planner:
 
     def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
         request, row = seq.request, seq.row
+        place, state, count = self._place_grammar(seq)
         self._setups.append(
             RowSetup(
                 row=row,
@@ -262,11 +285,25 @@ class Planner:
                 stop_ids=request.stop_ids,
                 bad_words_ids=request.bad_words_ids,
                 token_ids=seq.tokens[: seq.num_tokens].copy(),
+                grammar=place,
+                grammar_state=state,
+                grammar_count=count,
             )
         )
         self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
         if reuse.copy_from is not None:
             self._copies.append(PageCopy(row, reuse.copy_from, seq.pages[len(reuse.pages)]))
+
+    def _place_grammar(self, seq: Sequence) -> tuple[GrammarPlace | None, int, int]:
+        """Where its grammar lies, and state and counter after the output known so far (behaviour 11)."""
+        output = seq.tokens[seq.prompt_len : seq.num_tokens].tolist()
+        match seq.grammar:
+            case OnDevice() as grammar:
+                return self._roster.grammars.place_of(grammar), *grammar.after(output)
+            case OnHost() as grammar:
+                seq.matcher = grammar.start(output)
+                return host_row(seq.row), 0, 0
+        return None, 0, 0
 
 
 def _next_token_ids(seq: Sequence, start: int, end: int) -> np.ndarray:

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv import batch, kv_pool, sampler, sharding
+from jaxkv import automata, batch, kv_pool, sampler, sharding
+from jaxkv.automata import Tables
 from jaxkv.models.layers import Attend
 from jaxkv.ops import Backend
 from jaxkv.row_state import RowParams, RowState, count_tokens
@@ -54,7 +55,14 @@ class DecodeOutput:
 
 
 def decode(
-    model: Any, pool: jax.Array, state: RowState, rows: jax.Array, num_steps: jax.Array, shape: StepShape, ops: Backend
+    model: Any,
+    pool: jax.Array,
+    state: RowState,
+    tables: Tables,
+    rows: jax.Array,
+    num_steps: jax.Array,
+    shape: StepShape,
+    ops: Backend,
 ) -> tuple[jax.Array, RowState, DecodeOutput]:
     """Up to `num_steps` (int32 [], <= max_steps) tokens for each of `rows` int32 [R].
 
@@ -76,7 +84,7 @@ def decode(
         attend = _attend((Tiles(page_table, position, live.astype(jnp.int32), width=1),), shape, ops)
         hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
         logits = _logits(model, hidden)
-        state, token_ids, logprobs = _sample_and_advance(logits, params, state, rows, position + 1, live)
+        state, token_ids, logprobs = _sample_and_advance(logits, params, state, tables, rows, position + 1, live)
         out = DecodeOutput(
             out.token_ids.at[step].set(token_ids),
             out.counts + live.astype(jnp.int32),
@@ -93,6 +101,7 @@ def mixed(
     model: Any,
     pool: jax.Array,
     state: RowState,
+    tables: Tables,
     token_ids: jax.Array,  # int32 [N * Q]
     next_token_ids: jax.Array,  # int32 [N * Q]
     tiles: jax.Array,  # int32 [N, 5], see batch
@@ -124,7 +133,7 @@ def mixed(
     new_position = jnp.concatenate([position + 1, start + length])
     logits = _logits(model, jnp.concatenate([hidden[:num_rows], ends]))
     state, sampled, logprobs = _sample_and_advance(
-        logits, _take(state.params, all_rows), state, all_rows, new_position, all_live
+        logits, _take(state.params, all_rows), state, tables, all_rows, new_position, all_live
     )
     scores = _score_prompts(model, tile_hidden, next_token_ids, tiles[:, batch.SCORES] == 1)
     return pool, state, MixedOutput(sampled, all_live.astype(jnp.int32), logprobs, scores)
@@ -168,16 +177,21 @@ def _sample_and_advance(
     logits: jax.Array,  # float32 [N, V]
     params: RowParams,  # of the N rows
     state: RowState,
+    tables: Tables,
     rows: jax.Array,  # int32 [N]
     position: jax.Array,  # int32 [N]: of the token to sample
     live: jax.Array,  # bool [N]
 ) -> tuple[RowState, jax.Array, Logprobs]:
     """Sample for all, remember for the live ones: a row that is not live stays as it was."""
-    recent = state.recent[rows]
-    token_ids = sampler.sample(logits, params, position, state.counts, rows, recent, live)
+    recent, grammar = state.recent[rows], (state.grammar_state[rows], state.grammar_count[rows])
+    allowed = automata.constrain(logits, params, *grammar, position, tables, live)
+    token_ids = sampler.sample(allowed, params, position, state.counts, rows, recent, live)
     logprobs = sampler.logprobs_of(logits, token_ids, live & params.wants_logprobs)
-    stopped = (token_ids[:, None] == params.stop_ids).any(axis=1) & (position >= params.min_total_len)
+    # A grammar lets a stop id through too early only where nothing else is left (behaviour 29): then it counts.
+    may_stop = (position >= params.min_total_len) | (params.grammar_states != 0)
+    stopped = (token_ids[:, None] == params.stop_ids).any(axis=1) & may_stop
     done = stopped | (position + 1 >= params.max_total_len)
+    grammar_state, grammar_count = automata.advance(token_ids, params, *grammar, tables)
     null_row = state.done.shape[0] - 1
     target = jnp.where(live, rows, null_row)
     state = dataclasses.replace(
@@ -187,6 +201,8 @@ def _sample_and_advance(
         done=state.done.at[target].set(done | ~live),
         recent=state.recent.at[target].set(sampler.push_recent(recent, token_ids)),
         counts=count_tokens(state.counts, target, token_ids),
+        grammar_state=state.grammar_state.at[target].set(grammar_state),
+        grammar_count=state.grammar_count.at[target].set(grammar_count),
     )
     return state, token_ids, logprobs
 

@@ -4,9 +4,11 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxkv.cache_control import Mark
 from jaxkv.errors import RequestError
+from jaxkv.structured import FORMS, Form
 
 MAX_LOGPROBS = 20  # alternatives a step can return; vLLM's default limit
 MAX_LOGIT_BIAS = 512  # entries of `logit_bias` a row can hold on the device
@@ -21,6 +23,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # end of sequence, stop id or stop string
     LENGTH = "length"  # max_tokens or max_len
+    TOOL_CALLS = "tool_calls"  # the output calls tools, see `Completion.tool_calls`
     ABORT = "abort"  # cancelled, or its deadline passed
     ERROR = "error"  # the engine could not go on with this request
 
@@ -46,7 +49,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # in [-2, 2]; per occurrence in the output
     presence_penalty: float = 0.0  # in [-2, 2]; once if in the output
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit
-    allowed_token_ids: tuple[int, ...] | None = None  # all other tokens are impossible
+    allowed_token_ids: tuple[int, ...] | None = None  # all others are impossible, but the end of a `structured` output
     bad_words: tuple[str, ...] = ()  # texts that must not be generated (matched on output tokens)
     stop: tuple[str, ...] = ()  # texts that end the output; a single str is accepted
     stop_token_ids: tuple[int, ...] = ()  # ids that end the output
@@ -57,6 +60,8 @@ class SamplingParams:
     n: int = 1  # completions, forked from one prefill
     logprobs: int | None = None  # chosen token plus this many likeliest; 0: chosen only
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    structured: Form | None = None  # what the output must look like, see `structured`
+    suppress_eos_until: str | None = None  # "json": no stop id before the output holds a complete JSON object or array
 
     @property
     def needs_every_token(self) -> bool:
@@ -117,6 +122,7 @@ class SamplingParams:
             if value is not None:
                 _require(name, value, _is_int(value) and 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
         self._check_collections()
+        self._check_structured()
 
     def _check_collections(self) -> None:
         for text in self.stop:
@@ -138,6 +144,18 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 _require("logit_bias", token, _is_int(token) and token >= 0, "token ids >= 0 as keys")
                 _require(f"logit_bias[{token}]", bias, _is_real(bias) and math.isfinite(bias), "a finite number")
+
+    def _check_structured(self) -> None:
+        form, until = self.structured, self.suppress_eos_until
+        _require("structured", form, form is None or isinstance(form, FORMS), "one form of jaxkv.structured")
+        _require("suppress_eos_until", until, until in (None, "json"), 'None or "json"')
+        if form is not None and until is not None:
+            raise RequestError(
+                f"suppress_eos_until={until!r} with structured: the structure alone says when the output may end; "
+                "leave one of them out"
+            )
+        if form is not None and self.max_tokens == 0:
+            raise RequestError("max_tokens=0 with structured: nothing is generated that could be constrained")
 
 
 def _is_int(value: object) -> bool:
@@ -181,6 +199,15 @@ class TokenLogprobs:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that the model wrote."""
+
+    id: str  # as the model wrote it, or made from the request's id and the call's number
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """One generated continuation (a request with n=3 has three)."""
 
@@ -191,6 +218,11 @@ class Completion:
     stop_reason: str | int | None = None  # the stop string or stop id that matched; None for end of sequence or length
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None  # with FinishReason.ERROR: what happened
+    # With `structured`: the value that the text spells (a pydantic object if a model was given). None: the output was
+    # cut off, or its form spells no value.
+    parsed: Any = None
+    tool_calls: tuple[ToolCall, ...] = ()  # calls in the text, in order; `content` is what stands around them
+    content: str | None = None  # the text without its tool calls; None: there are none, `text` is all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

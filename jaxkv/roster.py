@@ -4,11 +4,14 @@ A sequence is in exactly one place: held back (a fork whose parent's prompt is n
 or placed in a row. Only placed sequences hold pages.
 """
 
+import collections
 import dataclasses
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import RequestError
 from jaxkv.events import Finished
+from jaxkv.grammar.compiled import CompiledGrammar, OnDevice, OnHost
+from jaxkv.grammar.room import GrammarRoom
 from jaxkv.homes import Group, Homes, group_of
 from jaxkv.memory import Memory, Reuse
 from jaxkv.queue import WaitingQueue
@@ -59,6 +62,7 @@ class Roster:
         self.num_prompt_tokens = 0  # of sequences placed for the first time
         self.num_hit_tokens = 0  # of these, reused
         self.usage = Usage()
+        self.grammars = GrammarRoom(config.grammars, config.max_rows)
         self.homes = Homes()
         self.newest_group: Group | None = None  # of the sequence that got a row last
 
@@ -79,8 +83,11 @@ class Roster:
         finished, self._finished = tuple(self._finished), []
         return finished
 
-    def add(self, request: Request, step_id: int, watched: bool) -> None:
-        """Queues a request's first completion; the others follow when its prompt is computed."""
+    def add(self, request: Request, step_id: int, watched: bool, held: bool = False) -> None:
+        """Queues a request's first completion; the others follow when its prompt is computed.
+
+        A held one is queued by `release_held`.
+        """
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is already running; choose another")
         level = request.priority * self.config.steps_per_priority_level + step_id
@@ -93,7 +100,18 @@ class Roster:
         group[0].forks = group[1:]
         for child in group[1:]:
             child.parent = group[0]
-        self._queue(group[0])
+        group[0].is_held = held
+        if not held:
+            self._queue(group[0])
+
+    def release_held(self, request_id: str, grammar: CompiledGrammar) -> None:
+        """Queues a held request now that its grammar is there; one that ended meanwhile is left alone."""
+        group = self._requests.get(request_id, [])
+        for seq in group:
+            seq.grammar = grammar
+        if group and group[0].is_held and group[0].ending is None:
+            group[0].is_held = False
+            self._queue(group[0])
 
     def release_forks(self, parent: Sequence) -> None:
         """Queues the children that waited for `parent`: its prompt is computed, or it ended."""
@@ -121,6 +139,14 @@ class Roster:
             self.homes.note(self.newest_group, shard)
         seq.note_read(reuse.num_tokens, self.config.page_size)
         return True
+
+    def pin_grammar(self, seq: Sequence) -> bool:
+        """Makes room for the sequence's grammar on the device, if it needs any; `_vacate` gives it back."""
+        return not isinstance(seq.grammar, OnDevice) or self.grammars.pin(seq.grammar)
+
+    def unpin_grammar(self, seq: Sequence) -> None:
+        if isinstance(seq.grammar, OnDevice):
+            self.grammars.unpin(seq.grammar)
 
     def worst_on(self, shard: int) -> Sequence:
         """The data shard's running sequence to preempt first: lowest (aged) priority, then last to arrive."""
@@ -197,7 +223,13 @@ class Roster:
         assert [seq.rank for seq in waiting] == sorted({seq.rank for seq in waiting})
         for seq in waiting:
             assert not seq.is_placed and not seq.pages and seq.ending is None, seq
-        held = [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
+        pins = collections.Counter(seq.grammar.key for seq in placed if isinstance(seq.grammar, OnDevice))
+        self.grammars.check(dict(pins))
+        assert (
+            self.rows.num_on_host == sum(isinstance(seq.grammar, OnHost) for seq in placed) == self.rows.on_host.sum()
+        )
+        held = [seq for seq in self.all_sequences() if seq.is_held]
+        held += [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
         assert len(placed) + len(waiting) + len(held) == len(self.all_sequences())
 
     def _publish_output(self, seq: Sequence) -> None:
@@ -211,6 +243,8 @@ class Roster:
     def _vacate(self, seq: Sequence) -> None:
         self.memory_of(seq).release(seq)
         self.rows.remove(seq)
+        self.unpin_grammar(seq)
+        seq.matcher = None
 
     def _queue(self, seq: Sequence) -> None:
         self.waiting.push(seq)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.plan import RowSetup
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
@@ -49,6 +50,10 @@ class RowParams:
     has_allowed: jax.Array  # bool [R]
     allowed: jax.Array  # uint32 [R, ceil(V / 32)]: bit (token % 32) of word (token // 32)
     bad_words: jax.Array  # int32 [R, MAX_BAD_WORDS, MAX_BAD_WORD_LEN], aligned right, padded left with NO_TOKEN
+    grammar_states: jax.Array  # int32 [R]: see `grammar_layout`; 0 is no grammar
+    grammar_transitions: jax.Array  # int32 [R]
+    grammar_classes: jax.Array  # int32 [R]
+    grammar_num_classes: jax.Array  # int32 [R]
 
     @property
     def penalised(self) -> jax.Array:  # bool [R]
@@ -67,6 +72,8 @@ class RowState:
     done: jax.Array  # bool [R]
     recent: jax.Array  # int32 [R, MAX_BAD_WORD_LEN]: last output tokens, newest last, padded with NO_TOKEN
     counts: jax.Array  # uint16 [R, V]: see PROMPT_BIT
+    grammar_state: jax.Array  # int32 [R]: counted from the grammar's first
+    grammar_count: jax.Array  # int32 [R]: its counter register
 
 
 def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
@@ -83,11 +90,13 @@ def init_row_state(max_rows: int, max_pages: int, vocab_size: int) -> RowState:
         done=jnp.ones(rows, bool),
         recent=jnp.full((rows, MAX_BAD_WORD_LEN), NO_TOKEN, jnp.int32),
         counts=jnp.zeros((rows, vocab_size), jnp.uint16),
+        grammar_state=jnp.zeros(rows, jnp.int32),
+        grammar_count=jnp.zeros(rows, jnp.int32),
     )
 
 
-def set_rows(state: RowState, rows: jax.Array, params: RowParams, recent: jax.Array) -> RowState:
-    """Starts requests in `rows` int32 [B]; `params` and `recent` hold one entry each. Padding goes to the null row."""
+def set_rows(state: RowState, rows: jax.Array, params: RowParams, recent: jax.Array, grammar: jax.Array) -> RowState:
+    """Starts requests in `rows` int32 [B]; the others hold one entry each. Padding goes to the null row."""
     null_row = state.done.shape[0] - 1
     return dataclasses.replace(
         state,
@@ -95,6 +104,8 @@ def set_rows(state: RowState, rows: jax.Array, params: RowParams, recent: jax.Ar
         page_table=state.page_table.at[rows].set(0),
         done=state.done.at[rows].set(rows == null_row),
         recent=state.recent.at[rows].set(recent),
+        grammar_state=state.grammar_state.at[rows].set(grammar[:, 0]),
+        grammar_count=state.grammar_count.at[rows].set(grammar[:, 1]),
     )
 
 
@@ -123,12 +134,17 @@ def count_tokens(counts: jax.Array, rows: jax.Array, token_ids: jax.Array) -> ja
 
 def pack_setups(
     setups: Sequence[RowSetup], places: np.ndarray, size: int, vocab_size: int
-) -> tuple[RowParams, np.ndarray]:
-    """`RowParams` and `recent` with `size` entries, as numpy; setup i stands at `places[i]`, the others are padding."""
+) -> tuple[RowParams, np.ndarray, np.ndarray]:
+    """`RowParams`, `recent`, and int32 [size, 2] grammar state and count; all with `size` entries, as numpy.
+
+    Setup i stands at `places[i]`, the others are padding.
+    """
+    grammar = np.zeros((size, 2), np.int32)
     recent = np.full((size, MAX_BAD_WORD_LEN), NO_TOKEN, np.int32)
     words = -(-vocab_size // 32)
     fields: dict[str, Any] = dict(  # numpy stands in for jax arrays until it is handed over
         **{name: np.zeros(size, np.int32) for name in ("prompt_len", "max_total_len", "min_total_len", "top_k")},
+        **{f"grammar_{name}": np.zeros(size, np.int32) for name in GrammarPlace._fields},
         **{name: np.zeros(size, np.float32) for name in ("temperature", "min_p", "frequency", "presence")},
         **{name: np.ones(size, np.float32) for name in ("top_p", "repetition")},
         **{name: np.zeros(size, bool) for name in ("wants_logprobs", "has_allowed")},
@@ -145,7 +161,8 @@ def pack_setups(
         _pack_one(p, i, setup, vocab_size)
         tail = setup.token_ids[setup.prompt_len :][-MAX_BAD_WORD_LEN:]
         recent[i, MAX_BAD_WORD_LEN - len(tail) :] = tail
-    return p, recent
+        grammar[i] = setup.grammar_state, setup.grammar_count
+    return p, recent, grammar
 
 
 def _pack_one(p: RowParams, i: int, setup: RowSetup, vocab_size: int) -> None:
@@ -164,9 +181,11 @@ def _pack_one(p: RowParams, i: int, setup: RowSetup, vocab_size: int) -> None:
     if s.logit_bias:
         p.bias_ids[i, : len(s.logit_bias)] = list(s.logit_bias)  # type: ignore[index]
         p.bias[i, : len(s.logit_bias)] = [_to_float32(bias) for bias in s.logit_bias.values()]  # type: ignore[index]
-    if s.allowed_token_ids is not None:
+    if s.allowed_token_ids is not None and s.structured is None:  # else they are part of the grammar's tables
         p.has_allowed[i] = True  # type: ignore[index]
         p.allowed[i] = pack_bits(np.asarray(s.allowed_token_ids), vocab_size)  # type: ignore[index]
+    for name, value in (setup.grammar._asdict() if setup.grammar is not None else {}).items():
+        getattr(p, f"grammar_{name}")[i] = value
     for j, word in enumerate(setup.bad_words_ids):
         p.bad_words[i, j, MAX_BAD_WORD_LEN - len(word) :] = word  # type: ignore[index]
 

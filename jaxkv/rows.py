@@ -12,6 +12,7 @@ Columns, all indexed by row:
     last_step  newest step that computes for it
     decoding   the device row holds its last token: a decode step needs nothing from the host
     watched    see `Sequence`
+    on_host    see `Sequence.is_on_host`
     epoch      changes whenever the row changes hands, so that a late result finds out
 """
 
@@ -94,7 +95,8 @@ class Rows:
         self._num_stopping = np.zeros(1, np.int32)
         self.known, self.computed, self.limit, self.capacity = np.zeros((4, max_rows), np.int64)
         self.last_step, self.epoch, self._arrival = np.zeros((3, max_rows), np.int64)
-        self.decoding, self.watched = np.zeros((2, max_rows), bool)
+        self.decoding, self.watched, self.on_host = np.zeros((3, max_rows), bool)
+        self.num_on_host = 0  # rows in use that are
         self._decoding_rows: np.ndarray | None = None  # intp [num], in request order; None: must be made again
 
     @property
@@ -129,7 +131,8 @@ class Rows:
         self.limit[row] = seq.max_total_len - 1
         self.last_step[row] = seq.last_step_id
         self._arrival[row] = seq.rank[1]
-        self.watched[row] = seq.watched
+        self.watched[row], self.on_host[row] = seq.watched, seq.is_on_host
+        self.num_on_host += seq.is_on_host
         self.epoch[row] += 1
         self._count_stop_ids(seq.request.stop_ids, 1)
         self.sequences[row] = seq
@@ -144,6 +147,8 @@ class Rows:
         seq.num_tokens = num_tokens
         self.sequences[row] = None
         self.known[row] = self.computed[row] = 0
+        self.num_on_host -= int(self.on_host[row])
+        self.on_host[row] = False
         self.epoch[row] += 1
         self._count_stop_ids(seq.request.stop_ids, -1)
         self._set_decoding(row, False)
@@ -164,6 +169,12 @@ class Rows:
             rows = np.flatnonzero(self.decoding)
             self._decoding_rows = rows[np.argsort(self._arrival[rows])]
         return DecodeBatch(self, self._decoding_rows).with_room()
+
+    def without_awaited(self, batch: DecodeBatch, committed_id: int) -> DecodeBatch:
+        """The batch without rows whose next mask needs tokens that steps after `committed_id` make."""
+        if not self.num_on_host:
+            return batch
+        return batch.select(~(self.on_host[batch.rows] & (self.last_step[batch.rows] > committed_id)))
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Makes the tokens of a decode step known, except in rows that they may end.

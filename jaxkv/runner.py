@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv import kv_pool, page_transfer, row_state
+from jaxkv import automata, kv_pool, page_transfer, row_state
 from jaxkv.batch import ROW, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
+from jaxkv.config import GrammarSizes
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
 from jaxkv.page_transfer import PagesInFlight, spread_pages
@@ -65,6 +66,7 @@ class Runner:
         max_len: int,
         max_steps: int,
         vocab_size: int,
+        grammars: GrammarSizes = GrammarSizes(),  # noqa: B008 (frozen)
         cache: ProgramCache | None = None,
     ):
         """
@@ -76,6 +78,7 @@ class Runner:
             max_len: tokens a row may hold.
             max_steps: most decode steps of one plan.
             vocab_size: width of the logits.
+            grammars: sizes of the tables of grammars.
             cache: where step programs are kept between processes.
 
         Raises:
@@ -91,7 +94,7 @@ class Runner:
         self._wants_logprobs = np.zeros(max_rows, bool)  # by row
         self._programs = StepPrograms(
             model, pool_spec, mesh, backend,
-            max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size,
+            max_rows=max_rows, max_len=max_len, max_steps=max_steps, vocab_size=vocab_size, grammars=grammars,
         )  # fmt: skip
         if cache is not None:
             self._programs.keep_in(cache)
@@ -119,14 +122,16 @@ class Runner:
             max_len=config.max_len,
             max_steps=config.decode_steps,
             vocab_size=vocab_size,
+            grammars=config.grammars,
             cache=cache,
         )
 
     def reset(self) -> None:
         """An empty pool and no rows: at the start, and after a failed step took the donated ones with it."""
-        self._pool = self._state = None  # free the old ones first
+        self._pool = self._state = self._tables = None  # free the old ones first
         self._pool = kv_pool.allocate(self.pool_spec, self.mesh)
         self._state = self._programs.init_state()
+        self._tables = self._programs.init_tables()
 
     @property
     def dtype(self) -> np.dtype:
@@ -147,14 +152,14 @@ class Runner:
             batch = pack_mixed(plan, self.buckets, self.backend.query_tile, self.shards)
             places = batch.row_places
             self._pool, self._state, output = self._programs.mixed(
-                self._params, self._pool, self._state, batch.token_ids, batch.next_token_ids, batch.tiles,
+                self._params, self._pool, self._state, self._tables, batch.token_ids, batch.next_token_ids, batch.tiles,
                 batch.decode_rows,
             )  # fmt: skip
         else:
             rows = spread(plan.decode_rows, self.shards, self.buckets.decode_rows)
             batch, places = None, rows.places
             self._pool, self._state, output = self._programs.decode(
-                self._params, self._pool, self._state, rows.padded_rows(), np.int32(plan.num_steps)
+                self._params, self._pool, self._state, self._tables, rows.padded_rows(), np.int32(plan.num_steps)
             )
         computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         wants = bool(self._wants_logprobs[computed].any())
@@ -195,6 +200,11 @@ class Runner:
         return max(self.buckets.page_moves, default=0)
 
     def _apply_deltas(self, plan: StepPlan) -> None:
+        for load in plan.grammar_loads:
+            for piece in automata.pieces(load):
+                self._tables = self._programs.load_grammar(self._tables, piece)
+        if plan.masks is not None:
+            self._tables = self._programs.set_masks(self._tables, *self._pad_masks(plan.mask_rows, plan.masks))
         for setups in _rounds(plan.setups, self.buckets.setups):
             self._state = self._programs.set_rows(self._state, *self._pack_setups(setups, self.buckets.setups))
         for setup in plan.setups:
@@ -223,6 +233,14 @@ class Runner:
         token_ids[: len(setup.token_ids)] = setup.token_ids
         return rows, token_ids, np.int32(setup.prompt_len)
 
+    def _pad_masks(self, rows: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both as long as there are rows, so that one program serves every number of them."""
+        num_rows = self.shards.num_rows
+        all_rows = np.full(num_rows, -1, np.int32)
+        all_masks = np.zeros((num_rows, automata.num_words(self._vocab_size)), np.uint32)
+        all_rows[: len(rows)], all_masks[: len(rows)] = rows, masks
+        return all_rows, all_masks
+
     @property
     def num_programs(self) -> int:
         """How many programs `warm_up` compiles."""
@@ -236,6 +254,9 @@ class Runner:
 
     def _warm_up_steps(self) -> Iterator[Callable[[], Any]]:
         b, shards = self.buckets, self.shards
+
+        yield functools.partial(self._warm_tables, "load_grammar", automata.nothing(self._vocab_size))
+        yield functools.partial(self._warm_tables, "set_masks", *self._pad_masks(NO_ROWS, self._no_masks()))
 
         def update(name: str, *args: Any) -> Callable[[], Any]:
             def step() -> Any:
@@ -274,8 +295,16 @@ class Runner:
         self.write_pages(null, list(self.read_pages(null).result()))
         return ()
 
+    def _warm_tables(self, name: str, *args: Any) -> Any:
+        self._tables = getattr(self._programs, name)(self._tables, *args)
+        return self._tables.masks
+
+    def _no_masks(self) -> np.ndarray:
+        return np.zeros((0, automata.num_words(self._vocab_size)), np.uint32)
+
     def _warm_step(self, name: str, *args: Any) -> Any:
-        self._pool, self._state, output = getattr(self._programs, name)(self._params, self._pool, self._state, *args)
+        program = getattr(self._programs, name)
+        self._pool, self._state, output = program(self._params, self._pool, self._state, self._tables, *args)
         return output.counts
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv.admission import check_cached, check_fits
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
+from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.holds import Holds
 from jaxkv.memory import Reuse
 from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
@@ -65,11 +66,12 @@ class Scheduler:
 
     # --- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, stream: bool = False) -> None:
+    def add(self, request: Request, *, stream: bool = False, held: bool = False) -> None:
         """Queues a request.
 
         Args:
             request: checked against the model by the caller.
+            held: its output has a grammar, which comes with `set_grammar`; until then it waits outside the queue.
             stream: report its tokens after every step (`Committed.watched`), not only when it ends. Requests with
                 stop strings or log-probabilities are reported in any case.
 
@@ -81,13 +83,17 @@ class Scheduler:
         check_cached(request, self.config)
         check_fits(len(request.prompt_token_ids), params, self.config)
         watched = stream or params.needs_every_token
-        self._roster.add(request, self._num_planned, watched)
+        self._roster.add(request, self._num_planned, watched, held)
         if request.deadline_s is not None:
             arrival = self._roster.sequences(request.request_id)[0].rank[1]
             heapq.heappush(self._deadlines, (request.deadline_s, arrival, request.request_id))
             if len(self._deadlines) > 2 * self._roster.num_requests + 64:  # mostly of requests that are over
                 self._deadlines = [entry for entry in self._deadlines if self._is_alive(entry)]
                 heapq.heapify(self._deadlines)
+
+    def set_grammar(self, request_id: str, grammar: CompiledGrammar) -> None:
+        """A held request's grammar is ready: it joins the queue, ranked by its arrival."""
+        self._roster.release_held(request_id, grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends what is left of a request; unknown or finished ones are left alone. Pages are free at once."""
@@ -142,6 +148,7 @@ class Scheduler:
         self.tiers.reset()
         for seq in self._roster.all_sequences():
             self._roster.end(seq, Ending(FinishReason.ERROR, error=error))
+        self._roster.grammars.clear()
 
     def clear_cache(self, namespace: bytes | None = None) -> None:
         """Forgets every cached page, for new weights (behaviour 7); give their namespace."""
@@ -189,6 +196,8 @@ class Scheduler:
             if seq.ending is None and not chunk.samples and chunk.start + len(chunk.token_ids) == seq.max_total_len:
                 self._end_scored(seq)
         counts, watched = self._commit_decode(flight, result)
+        if plan.masks is not None:
+            self._advance_matchers(flight, result)
         return Committed(
             step_id=plan.step_id,
             sequences=flight.sequences,
@@ -276,6 +285,21 @@ class Scheduler:
                 counts[place] = self._deliver(seq, tokens[place, : counts[place]].tolist())
         assert all(seq.ending for seq in flight.sequences[short]), "a live row made fewer tokens than promised"
         return counts, np.flatnonzero(watched & (counts > 0))
+
+    def _advance_matchers(self, flight: Flight, result: StepResult) -> None:
+        """Rows matched on the host take in their token, unless it ended them or they left their row (behaviour 20)."""
+        sampled = [(seq, t) for seq, t in zip(flight.chunk_sequences, result.chunks, strict=True) if t is not None]
+        tokens = [(seq, int(t.token_ids[0])) for seq, t in sampled]
+        here = np.flatnonzero(self._roster.rows.epoch[flight.rows] == flight.epochs)
+        here = here[self._roster.rows.on_host[flight.rows[here]] & (result.decode_counts[here] > 0)]
+        tokens += zip(flight.sequences[here], result.decode_tokens[here, 0].tolist(), strict=True)
+        for seq, token in tokens:
+            if seq.matcher is None or seq.ending is not None:
+                continue
+            if not seq.matcher.error:
+                seq.matcher.consume(token)
+            if seq.matcher.error:
+                self._roster.end(seq, Ending(FinishReason.ERROR, error=f"the grammar failed: {seq.matcher.error}"))
 
     def _end_scored(self, seq: Sequence) -> None:
         """All of a prompt that is only to be scored came back."""

@@ -13,6 +13,7 @@ import typing
 
 import numpy as np
 
+from jaxkv.grammar.compiled import CompiledGrammar, Matcher, OnHost
 from jaxkv.prefix_cache import TOKEN_DTYPE
 from jaxkv.request import FinishReason, Request
 
@@ -52,6 +53,9 @@ class Sequence:
         self.max_total_len = min(self.prompt_len + request.params.max_tokens, max_len)
         self.parent: Sequence | None = None  # child 0, whose prompt pages this one may share
         self.forks: list[Sequence] = []  # children that wait until this one's prompt is computed
+        self.grammar: CompiledGrammar | None = None  # of its output; None: free, or still being compiled
+        self.is_held = False  # not to be queued before its grammar is there
+        self.matcher: Matcher | None = None  # while placed, where the grammar is matched on the host
 
         self.rows: Columns | None = None  # where its numbers live while it has a row
         self.row = -1
@@ -79,6 +83,11 @@ class Sequence:
         return self.rows is not None
 
     @property
+    def is_on_host(self) -> bool:
+        """Each of its tokens needs a mask that the host makes from the tokens before."""
+        return isinstance(self.grammar, OnHost)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output."""
         return self._num_tokens if self.rows is None else int(self.rows.known[self.row])
@@ -97,8 +106,11 @@ class Sequence:
 
     @property
     def stop_from(self) -> int:
-        """First position at which a stop id ends the sequence: `min_tokens` tokens are out before it."""
-        return self.prompt_len + self.request.params.min_tokens
+        """First position at which a stop id ends the sequence: `min_tokens` tokens are out before it.
+
+        A grammar lets one through earlier only where nothing else is left; then it counts (behaviour 29).
+        """
+        return self.prompt_len if self.grammar is not None else self.prompt_len + self.request.params.min_tokens
 
     @property
     def num_unscored(self) -> int:

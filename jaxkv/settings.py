@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxkv import kv_pool, ops, page_transfer
 from jaxkv.batch import Buckets, make_buckets
-from jaxkv.config import DEMOTIONS, EVICTIONS, SchedulerConfig, TierConfig
+from jaxkv.config import DEMOTIONS, EVICTIONS, GrammarSizes, SchedulerConfig, TierConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.config import ModelConfig
@@ -46,10 +46,11 @@ class EngineConfig:
     disk_cache_bytes: int | None = None  # of pages of this model there; None: 10 GiB
     demote: str = "retained"  # which pages go down: those somebody asked to keep, or "all"
     overlap: bool = True  # dispatch a step before the previous one was read
+    grammar_bytes: int | None = None  # of each device for the tables of structured outputs; None: by the vocabulary
     seed: int = 0  # base of the seeds of requests that give none
 
     def __post_init__(self) -> None:
-        for field in ("max_len", "max_rows", "page_size", "num_pages", "token_budget", "decode_steps"):
+        for field in ("max_len", "max_rows", "page_size", "num_pages", "token_budget", "decode_steps", "grammar_bytes"):
             value = getattr(self, field)
             if value is not None and (not _is_whole(value) or value < 1):
                 raise ConfigError(f"{field}={value!r} must be a whole number >= 1")
@@ -179,6 +180,7 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
         attention_len=_attention_len(model),
         tiers=resolve_tiers(config, spec, fitted),
         num_shards=data,
+        grammars=grammar_sizes(config.grammar_bytes, model.vocab_size),
     )
     buckets = make_buckets(
         max_rows=num_rows,
@@ -192,6 +194,37 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
         moves = page_transfer.sizes(page_transfer.page_bytes(spec))
         buckets = dataclasses.replace(buckets, page_moves=moves)
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
+
+
+def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
+    """Room for grammars in `num_bytes` of a device.
+
+    Measured on 230 public schemas with 128k tokens: the median grammar has 263 states, 240 classes and 106 masks (1.9 MB),
+    the ninth of ten 2,064, 690 and 415 (9 MB). Half of the memory goes to masks, most of the rest to transitions.
+
+    Args:
+        num_bytes: None is what 2,048 masks take, three times: 100 MB for a vocabulary of 128k.
+        vocab_size: width of the logits.
+
+    Raises:
+        ConfigError: it is too little for any grammar.
+    """
+    mask_bytes = -(-vocab_size // 32) * 4
+    total = num_bytes if num_bytes is not None else max(3 * 2048 * mask_bytes, 16 << 20)
+    least = 64 * mask_bytes + 2 * vocab_size + (1 << 20)
+    if total < least:
+        raise ConfigError(
+            f"grammar_bytes={total} is too little for one grammar of this vocabulary; give at least {least}"
+        )
+    num_grammars = min(max(total // 6 // (2 * vocab_size), 1), 64)
+    rest = total // 2 - num_grammars * 2 * vocab_size
+    return GrammarSizes(
+        num_grammars=num_grammars,
+        num_masks=min(total // 2 // mask_bytes, 1 << 16),
+        num_states=max(rest // 8 // 48, 1024),
+        num_lookups=max(rest // 8 // 4, 1024),
+        num_transitions=max(rest * 3 // 4 // 4, 1 << 16),
+    )
 
 
 def _attention_len(model: ModelConfig) -> int:

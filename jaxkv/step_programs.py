@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv import kv_pool, page_transfer, row_state
+from jaxkv import automata, kv_pool, page_transfer, row_state
+from jaxkv.config import GrammarSizes
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
 from jaxkv.program_cache import ProgramCache
@@ -24,8 +25,8 @@ from jaxkv.sharding import DATA, on_data_shards, spec
 class StepPrograms:
     """Jitted functions; `num_traces` counts how often each was traced, by name.
 
-    `decode` and `mixed` take `(params, pool, state, *args)` with the parameters as the flat list of the model's leaves,
-    see `programs`; they donate pool and state, as do the small ones that change only one of them.
+    `decode` and `mixed` take `(params, pool, state, tables, *args)` with the parameters as the flat list of the model's
+    leaves, see `programs`; they donate pool and state, as do the small ones that change only one of them, or the tables.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StepPrograms:
         max_len: int,
         max_steps: int,
         vocab_size: int,
+        grammars: GrammarSizes,
     ):
         """
         Args:
@@ -47,6 +49,7 @@ class StepPrograms:
             max_len: tokens a row may hold.
             max_steps: most decode steps of one call.
             vocab_size: width of the logits.
+            grammars: sizes of the tables of grammars.
         """
         self.num_traces: collections.Counter[str] = collections.Counter()
         graph, params = nnx.split(model)
@@ -54,7 +57,7 @@ class StepPrograms:
         shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps)
 
         def with_model(program: Callable[..., Any]) -> Callable[..., Any]:
-            def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: jax.Array) -> Any:
+            def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: Any) -> Any:
                 model = nnx.merge(graph, jax.tree.unflatten(tree, params))
                 return program(model, pool, state, *args, shape, backend)
 
@@ -67,14 +70,14 @@ class StepPrograms:
         pool, rows, steps_and_rows, whole = spec(*kv_pool.AXES), spec("rows"), spec(None, "rows"), P()
         params, state = whole, rows
         of_decode: Any = steps_and_rows, rows, steps_and_rows
-        in_step, out_of = (params, pool, state), (pool, state)
+        in_step, out_of = (params, pool, state, whole), (pool, state)  # `whole`: the tables
         copy = functools.partial(kv_pool.copy_pages, num_layers=pool_spec.num_layers)
         self._mesh, self._options = mesh, dict(backend.compiler_options) or None
         self.decode = self._jit(
             "decode", with_model(decode), (*in_step, rows, whole), (*out_of, DecodeOutput(*of_decode)), donate=(1, 2)
         )
         self.mixed = self._jit("mixed", with_model(mixed), (*in_step, *[rows] * 4), (*out_of, rows), donate=(1, 2))
-        self.set_rows = self._jit("set_rows", row_state.set_rows, (state, rows, rows, rows), state)
+        self.set_rows = self._jit("set_rows", row_state.set_rows, (state, *[rows] * 4), state)
         self.set_pages = self._jit("set_pages", row_state.set_pages, (state, rows), state)
         self.set_counts = self._jit("set_counts", set_counts, (state, rows, whole, whole), state)
         self.copy_pages = self._jit("copy_pages", copy, (pool, rows), pool)
@@ -84,14 +87,18 @@ class StepPrograms:
         to_host = page_transfer.host_sharding(pool_spec, mesh)
         self.read_pages = self._jit("read_pages", read, (pool, rows), moved, donate=(), out_shardings=to_host)
         self.write_pages = self._jit("write_pages", write, (pool, rows, moved), pool)
+        self.load_grammar = self._jit("load_grammar", automata.load, (whole, whole), whole)
+        self.set_masks = self._jit("set_masks", automata.set_masks, (whole, whole, whole), whole)
         max_pages = -(-max_len // pool_spec.page_size)
         init = functools.partial(row_state.init_row_state, max_rows // mesh.shape[DATA], max_pages, vocab_size)
         self.init_state = jax.jit(on_data_shards(init, mesh, (), state), out_shardings=NamedSharding(mesh, state))
+        empty = functools.partial(automata.init_tables, grammars, max_rows, vocab_size)
+        self.init_tables = jax.jit(empty, out_shardings=NamedSharding(mesh, whole))
 
     def keep_in(self, cache: ProgramCache) -> None:
         """From now on the programs of whole steps come from `cache` where it has them; the others compile quickly."""
-        self.decode = cache.program("decode", self.decode, num_fixed=3)
-        self.mixed = cache.program("mixed", self.mixed, num_fixed=3)
+        self.decode = cache.program("decode", self.decode, num_fixed=4)
+        self.mixed = cache.program("mixed", self.mixed, num_fixed=4)
 
     def _jit(
         self,

@@ -200,14 +200,14 @@ class Check:
         model = family.build(cfg, dtype, per_layer=resolved.backend.per_layer)
         programs = StepPrograms(
             model, resolved.pool, mesh, resolved.backend, max_rows=rows, max_len=max_len, max_steps=steps,
-            vocab_size=cfg.vocab_size,
+            vocab_size=cfg.vocab_size, grammars=resolved.scheduler.grammars,
         )  # fmt: skip
         params = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))]
         carry = [kv_pool.allocate(resolved.pool, mesh), running(programs.init_state(), rows, pages, length, max_len)]
-        ids = np.arange(rows, dtype=np.int32)
+        ids, tables = np.arange(rows, dtype=np.int32), programs.init_tables()
 
         def once() -> jax.Array:
-            carry[0], carry[1], out = programs.decode(params, *carry, ids, np.int32(steps))
+            carry[0], carry[1], out = programs.decode(params, *carry, tables, ids, np.int32(steps))
             return out.counts
 
         seconds = best_s(once) / steps

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxkv.cli import bench, options
 from jaxkv.cli.command import main
 from jaxkv.errors import CapacityError, EngineError, RequestError
 from jaxkv.request import Completion, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
+from jaxkv.structured import Choice, Grammar, JsonSchema, Regex
 
 STATS = Stats(
     num_requests=0, num_waiting=0, num_running=0, num_in_flight=0, pages_free=90, pages_cached=8, pages_used=2,
@@ -108,7 +110,28 @@ def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 def test_every_sampling_field_has_a_flag() -> None:
     fields = [field.name for field in dataclasses.fields(SamplingParams)]
-    assert [option.field for option in options.SAMPLING_OPTIONS] == fields
+    assert [option.field for option in options.SAMPLING_OPTIONS] == [name for name in fields if name != "structured"]
+
+
+def test_every_form_on_the_command_line(tmp_path: Path) -> None:
+    schema, lark, gbnf = (tmp_path / name for name in ("s.json", "g.lark", "g.gbnf"))
+    schema.write_text('{"type": "integer"}')
+    lark.write_text('start: "a"')
+    gbnf.write_text('root ::= "a"')
+    forms = [
+        (["--json-schema", str(schema)], JsonSchema({"type": "integer"})),
+        (["--regex", "a+"], Regex("a+")),
+        (["--choice", "yes", "--choice", "no"], Choice(["yes", "no"])),
+        (["--grammar", str(lark)], Grammar('start: "a"')),
+        (["--grammar", str(gbnf)], Grammar('root ::= "a"', "gbnf")),
+    ]
+    parser = argparse.ArgumentParser()
+    options.add_sampling_options(parser)
+    for flags, form in forms:
+        assert options.sampling_params(parser.parse_args(flags)).structured == form
+    for flags in (["--regex", "a", "--choice", "b"], ["--regex", ""], ["--json-schema", str(tmp_path / "none")]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(flags)
 
 
 def test_every_load_argument_has_a_flag() -> None:
@@ -397,6 +420,9 @@ def test_json_has_everything_on_one_line_each(llm: FakeLLM, capsys: pytest.Captu
                     {"token_id": 6, "logprob": -1.0, "top": []},
                 ],
                 "error": None,
+                "parsed": None,
+                "tool_calls": [],
+                "content": None,
             }
         ],
         "cached_tokens": 0,

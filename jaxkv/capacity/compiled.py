@@ -82,7 +82,7 @@ class AbstractEngine:
         self.programs = StepPrograms(
             model, self.resolved.pool, mesh, self.resolved.backend,
             max_rows=scheduler.max_rows, max_len=scheduler.max_len, max_steps=scheduler.decode_steps,
-            vocab_size=self.geometry.vocab_size,
+            vocab_size=self.geometry.vocab_size, grammars=scheduler.grammars,
         )  # fmt: skip
         variables = jax.tree.leaves(nnx.split(model)[1], is_leaf=lambda x: isinstance(x, nnx.Variable))
         self.params = [self._placed(v, sharding.named(mesh, v.logical_axes)) for v in variables]
@@ -92,6 +92,8 @@ class AbstractEngine:
         )
         by_row = sharding.named(mesh, ("rows",))
         self.state = jax.tree.map(lambda a: self._placed(a, by_row), jax.eval_shape(self.programs.init_state))
+        whole = sharding.named(mesh, ())
+        self.tables = jax.tree.map(lambda a: self._placed(a, whole), jax.eval_shape(self.programs.init_tables))
 
     def _placed(self, array: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
         try:
@@ -128,10 +130,11 @@ class AbstractEngine:
         """Shapes of all arguments of `programs.decode` or `programs.mixed`; `rows` and `tiles` of each data shard."""
         if program == "decode":
             steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.named(self.mesh, ()))
-            return self.params, self.pool, self.state, self._batch(rows), steps
+            return self.params, self.pool, self.state, self.tables, self._batch(rows), steps
         width = self.resolved.backend.query_tile
         tokens = self._batch(tiles * width)
-        return self.params, self.pool, self.state, tokens, tokens, self._batch(tiles, 5), self._batch(rows)
+        batch = tokens, tokens, self._batch(tiles, 5), self._batch(rows)
+        return self.params, self.pool, self.state, self.tables, *batch
 
     def decode(self, rows: int) -> StepFacts:
         """Compiles the decode program for `rows` rows of each data shard."""

@@ -8,11 +8,13 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxkv.cache_control import CacheControl, prompt_marks
 from jaxkv.errors import RequestError
 from jaxkv.request import SamplingParams
+from jaxkv.structured import Choice, Grammar, JsonSchema, Regex
 
 if TYPE_CHECKING:
     from jaxkv.api import LLM
@@ -77,6 +79,7 @@ SAMPLING_OPTIONS = (
     Option("n", "completions for each prompt", "N", int),
     Option("logprobs", "log-probabilities of each token and its K likeliest rivals (see --json)", "K", int),
     Option("prompt_logprobs", "the same for the prompt's tokens", "K", int),
+    Option("suppress_eos_until", "json: do not end before the output holds a complete JSON object or array", "WHAT"),
 )
 
 LOAD_OPTIONS = (
@@ -99,6 +102,7 @@ LOAD_OPTIONS = (
     Option("cache_dir", "folder for those that host memory has no room for; a later start finds them", "FOLDER"),
     Option("disk_cache_bytes", "budget of this model's pages there (default: 10 GiB)", "N", int),
     Option("demote", "which cached pages go down: retained (those somebody asked to keep) or all", "WHICH"),
+    Option("grammar_bytes", "memory for the tables of structured outputs", "N", int),
     Option("overlap", "read each step before the next one is dispatched", kind="off"),
     Option("tensor", "devices over which weights and K/V heads are split", "N", int),
     Option("data", "groups of --tensor devices over which sequences are split", "N", int),
@@ -129,7 +133,68 @@ def add_sampling_options(
     for option in SAMPLING_OPTIONS:
         if option.field not in skip:
             _add(group, option, default=(standard | dict(defaults or {}))[option.field])
+    if "structured" not in skip:
+        _add_structured(parser)
     parser.set_defaults(**(defaults or {}))
+
+
+def _add_structured(parser: argparse.ArgumentParser) -> None:
+    """One flag for each form of structured output that can be written on a command line."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    given: dict[str, Any] = {"dest": "structured", "default": argparse.SUPPRESS}
+    group.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        type=_schema,
+        help="the output is JSON that is valid under this schema",
+        **given,
+    )
+    group.add_argument("--regex", metavar="PATTERN", type=_regex, help="the output matches PATTERN as a whole", **given)
+    group.add_argument(
+        "--choice", metavar="TEXT", action=_AddChoice, help="the output is one of these; repeatable", **given
+    )
+    group.add_argument(
+        "--grammar",
+        metavar="FILE",
+        type=_grammar,
+        help="the output is derived by this grammar: .gbnf, or else Lark",
+        **given,
+    )
+
+
+class _AddChoice(argparse.Action):
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        texts = before.texts if isinstance(before, Choice) else ()
+        setattr(namespace, self.dest, Choice((*texts, values)))
+
+
+def _schema(path: str) -> Any:
+    return _form(JsonSchema, _read(path))
+
+
+def _regex(pattern: str) -> Any:
+    return _form(Regex, pattern)
+
+
+def _grammar(path: str) -> Any:
+    return _form(Grammar, _read(path), "gbnf" if path.endswith(".gbnf") else "lark")
+
+
+def _form(make: Callable[..., Any], *args: str) -> Any:
+    try:
+        return make(*args)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from error
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -139,6 +204,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         RequestError: a value is out of range.
     """
     fields = _given(args, SAMPLING_OPTIONS)
+    if hasattr(args, "structured"):
+        fields["structured"] = args.structured
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(fields["logit_bias"])
     return SamplingParams(**fields)

@@ -5,6 +5,9 @@ from typing import Any
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.engine import Engine
+from jaxkv.grammar.compiler import GrammarCompiler
+from jaxkv.grammar.room import GrammarRoom
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.request import Completion, RequestOutput, SamplingParams
@@ -59,14 +62,25 @@ class Client:
             chunk_align=TILE, decode_steps=MAX_STEPS, reserve_steps=0, num_shards=runner.shards.num,
         )  # fmt: skip
         scheduler = Scheduler(SchedulerConfig(**(numbers | config)))
-        self.engine = Engine(scheduler, runner, tokenizer, overlap=overlap)
+        fits = GrammarRoom(scheduler.config.grammars, scheduler.config.max_rows).fits
+        self.grammars = GrammarCompiler(grammar_vocabulary, fits)
+        self.engine = Engine(scheduler, runner, tokenizer, overlap=overlap, grammars=self.grammars)
         self._intake = Intake(vocab_size=V, eos_ids=EOS, tokenizer=tokenizer)
         self._number = 0
 
     def submit(
-        self, what: Ask, *, stream: bool = False, name: str = "", deadline_s: float | None = None
+        self,
+        what: Ask,
+        *,
+        stream: bool = False,
+        name: str = "",
+        deadline_s: float | None = None,
+        refuse: bool = False,
     ) -> OutputBuilder:
+        """`refuse`: raise for what is wrong with a grammar, instead of ending the request."""
         self._number += 1
+        if refuse:
+            self.engine.await_grammar(len(what.prompt), what.params)
         request = self._intake.make_request(
             name or f"r{self._number}", what.prompt, what.params, seed=1000 + self._number, deadline_s=deadline_s
         )
@@ -148,6 +162,11 @@ class Bytes:
 
     def save(self, folder: Any) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def grammar_vocabulary(for_tools: bool) -> TokenVocabulary:
+    """The same tokens as grammars see them; none that begins a tool call is special."""
+    return make_vocabulary(PIECES, size=V, excluded=EOS, end_ids=EOS)
 
 
 def make_tokenizer(vocabulary: Any = None) -> Tokenizer:

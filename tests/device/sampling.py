@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import row_state
+from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.plan import RowSetup
 from jaxkv.request import SamplingParams
 
@@ -21,6 +22,8 @@ class Row:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     child: int = 0
+    grammar: GrammarPlace | None = None
+    grammar_state: int = 0
 
     def setup(self, row: int) -> RowSetup:
         return RowSetup(
@@ -33,6 +36,8 @@ class Row:
             stop_ids=self.stop_ids,
             bad_words_ids=self.bad_words_ids,
             token_ids=np.array(self.prompt + self.output, np.int32),
+            grammar=self.grammar,
+            grammar_state=self.grammar_state,
         )
 
 
@@ -48,7 +53,7 @@ def pack(rows: list[Row], vocab: int, size: int | None = None) -> dict[str, Any]
     """Arguments of `sampler.sample` after the logits; entries beyond `rows` are not live."""
     size = size or len(rows)
     setups = [r.setup(i) for i, r in enumerate(rows)]
-    params, recent = row_state.pack_setups(setups, np.arange(len(rows)), size, vocab)
+    params, recent, _ = row_state.pack_setups(setups, np.arange(len(rows)), size, vocab)
     position, live = np.zeros(size, np.int32), np.zeros(size, bool)
     counts = np.zeros((size + 1, vocab), np.uint16)
     for i, r in enumerate(rows):

@@ -92,7 +92,8 @@ def test_the_pool_is_never_copied(name: str, per_layer: bool, dtype: jnp.dtype) 
     runner = make_runner(tiny.model(stage.MODEL, per_layer=per_layer, dtype=dtype))
     pool, state = runner._pool, runner._state
     assert pool is not None and state is not None
-    compiled = getattr(runner._programs, name).lower(runner._params, pool, state, *arguments(runner, name)).compile()
+    args = runner._params, pool, state, runner._tables, *arguments(runner, name)
+    compiled = getattr(runner._programs, name).lower(*args).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert memory.temp_size_in_bytes < pool.nbytes / stage.MODEL.num_layers / 2

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv import row_state
+from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxkv.row_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT
 from tests.device.sampling import Row, row
@@ -48,6 +49,7 @@ def test_setup_writes_every_field() -> None:
         frequency_penalty=-0.5, presence_penalty=0.25, logit_bias={8: 1.5, 2: -3.0}, allowed_token_ids=(0, 31, 32, 69),
         logprobs=0,
     )  # fmt: skip
+    r = dataclasses.replace(r, grammar=GrammarPlace(states=2, transitions=3, classes=4, num_classes=5), grammar_state=6)
     got = entry(setup(fresh(), (1, r)), 1)
     pad = lambda ids, length: list(ids) + [NO_TOKEN] * (length - len(ids))  # noqa: E731
     scalars = {
@@ -58,6 +60,7 @@ def test_setup_writes_every_field() -> None:
     assert scalars == dict(
         prompt_len=3, max_total_len=33, min_total_len=9, temperature=0.25, top_k=11, top_p=0.75, min_p=0.125,
         repetition=1.5, frequency=-0.5, presence=0.25, child=5, wants_logprobs=True, has_allowed=True,
+        grammar_states=2, grammar_transitions=3, grammar_classes=4, grammar_num_classes=5, grammar_state=6, grammar_count=0,
     )  # fmt: skip
     assert got["seed"].tolist() == [2**8, 17]
     assert got["stop_ids"].tolist() == pad((7, 9), MAX_STOP_IDS)
@@ -93,8 +96,8 @@ def test_limits_are_full() -> None:
 def test_numbers_beyond_int32(fields: dict) -> None:
     """Requests may ask for more than any vocabulary or sequence holds; it means all of it."""
     r = row(**(dict(max_tokens=5) | fields))
-    params, recent = row_state.pack_setups([dataclasses.replace(r.setup(0), max_total_len=12)], np.zeros(1, int), 1, V)
-    got = entry(set_rows(fresh(), np.zeros(1, np.int32), params, recent), 0)
+    packed = row_state.pack_setups([dataclasses.replace(r.setup(0), max_total_len=12)], np.zeros(1, int), 1, V)
+    got = entry(set_rows(fresh(), np.zeros(1, np.int32), *packed), 0)
     assert got["min_total_len"] <= got["max_total_len"] == 12 and got["top_k"] <= V
 
 

@@ -113,7 +113,9 @@ def test_two_all_reduces_a_layer_and_nothing_large() -> None:
     runner = runner_on(2, 4, "grouped", per_layer=False)
     assert runner._pool is not None
     args = np.zeros(MAX_ROWS, np.int32), np.int32(1)
-    compiled = runner._programs.decode.lower(runner._params, runner._pool, runner._state, *args).compile()
+    compiled = runner._programs.decode.lower(
+        runner._params, runner._pool, runner._state, runner._tables, *args
+    ).compile()
     found = collectives(compiled.as_text())
     embed, rows = MODELS["grouped"].embed, MAX_ROWS // 2
     in_layers = [names for names in found.values() if names.count(f"all-reduce [{rows},{embed}]") == 2]
@@ -129,7 +131,11 @@ def test_two_all_reduces_a_layer_and_nothing_large() -> None:
 def test_one_device_has_no_collectives() -> None:
     runner = runner_on(1, 1, "grouped", per_layer=True)
     args = np.zeros(MAX_ROWS, np.int32), np.int32(1)
-    text = runner._programs.decode.lower(runner._params, runner._pool, runner._state, *args).compile().as_text()
+    text = (
+        runner._programs.decode.lower(runner._params, runner._pool, runner._state, runner._tables, *args)
+        .compile()
+        .as_text()
+    )
     assert not collectives(text)
 
 

@@ -1,0 +1,143 @@
+"""JSON Schema to an automaton over bytes."""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from jaxkv.grammar.automaton import ByteAutomaton
+from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
+from jaxkv.grammar.determinise import CounterConflict, determinise
+from jaxkv.grammar.errors import InvalidSchema, TooLarge
+from jaxkv.grammar.graph import FINAL, Graph
+from jaxkv.grammar.schema.emptiness import Emptiness
+from jaxkv.grammar.schema.formula import Pool
+from jaxkv.grammar.schema.normal import Exhausted, Normaliser
+from jaxkv.grammar.schema.reader import Reader, Reading
+from jaxkv.grammar.schema.values import Level, Values
+
+# Tried in turn: small schemas keep all freedom, large ones a fixed order and flat free values.
+LEVELS = (
+    Level(any_order=3, between=True, free=5, nested=5, states=2_000),
+    Level(any_order=0, between=True, free=4, nested=4, states=4_000),
+    Level(any_order=5, between=False, free=3, nested=4, states=3_000),
+    Level(any_order=0, between=False, free=4, nested=4, states=5_000),
+    Level(any_order=0, between=False, free=3, nested=3, states=14_000),
+    Level(any_order=0, between=False, free=2, nested=3, states=40_000),
+)
+
+
+# When no host matcher takes the schema either: flat free values, and recursion hardly or not at all.
+SHALLOW_LEVELS = (
+    Level(any_order=0, between=False, free=1, nested=2, states=40_000),
+    Level(any_order=0, between=False, free=1, nested=1, states=40_000),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledSchema:
+    """The automaton of a schema, and how it was read.
+
+    Attributes:
+        automaton: the JSON texts that are valid, within `level`.
+        level: how deep free and recursive values may be, and which orders of properties are accepted.
+        relaxed: `keyword@path` of what is not enforced; empty if `strict`.
+        annotations: `format@path` of formats that the standard lets be annotations and that have no automaton here.
+    """
+
+    automaton: ByteAutomaton
+    level: Level
+    relaxed: tuple[str, ...]
+    annotations: tuple[str, ...]
+
+
+def compile_schema(
+    schema: dict[str, Any] | bool | str,
+    *,
+    whitespace: Literal["compact", "flexible"] = "compact",
+    additional: Literal["schema", "closed"] = "schema",
+    strict: bool = True,
+    formats: bool = True,
+    shallow: bool = False,
+    budget: Budget = DEFAULT_BUDGET,
+) -> CompiledSchema:
+    """The JSON texts that are valid under a schema.
+
+    Strings are in canonical form (raw UTF-8, escaped only what must be), numbers as `decimals` says. No text of an
+    invalid value is accepted; of valid values those are that keep to `CompiledSchema.level`.
+
+    Args:
+        schema: JSON Schema (drafts 4 to 2020-12), as an object, a boolean or JSON text.
+        whitespace: none, or any amount between tokens.
+        additional: what `additionalProperties` is where a schema lists properties and does not say: as the standard has it
+            (anything goes), or nothing else goes, as in the strict mode of OpenAI's `json_schema`.
+        strict: refuse what cannot be enforced; else leave it out and report it.
+        formats: enforce string formats; else they are annotations.
+        shallow: the host matcher has refused the schema: try `SHALLOW_LEVELS` as well.
+        budget: limits of states.
+
+    Raises:
+        UnsupportedSchema: a keyword cannot be enforced; names it and its path.
+        InvalidSchema: the schema is wrong.
+        TooLarge: over the budget at every level.
+    """
+    reader = _Prepared(_own_copy(schema), Reading(additional == "closed", strict, formats), budget)
+    failure: TooLarge | None = None
+    for level in (*LEVELS, *SHALLOW_LEVELS) if shallow else LEVELS:
+        for counters in (True, False):
+            try:
+                return reader.compile(level, flexible=whitespace == "flexible", counters=counters)
+            except Exhausted:
+                raise
+            except CounterConflict as error:
+                failure = error
+            except TooLarge as error:
+                failure = error
+                break
+            except RecursionError:
+                raise TooLarge("the schema is nested too deeply; use the host matcher") from None
+    assert failure is not None
+    raise failure
+
+
+def _own_copy(schema: dict[str, Any] | bool | str) -> Any:
+    """The schema as JSON makes it, with no object in two places."""
+    try:
+        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (TypeError, ValueError) as error:
+        raise InvalidSchema(f"the schema is not JSON: {error}") from None
+
+
+class _Prepared:
+    """A schema that is read once, for all levels."""
+
+    def __init__(self, schema: Any, reading: Reading, budget: Budget) -> None:
+        self.budget = budget
+        self.strict = reading.strict
+        self.pool = Pool()
+        self.reader = Reader(schema, self.pool, reading, budget)
+        self.normaliser = Normaliser(self.pool, self.reader.expand, lambda *asked: self.emptiness.is_empty_anew(*asked))
+        self.emptiness = Emptiness(self.pool, self.normaliser, budget)
+        self.formula = self.reader.schema(schema)
+
+    def compile(self, level: Level, *, flexible: bool, counters: bool) -> CompiledSchema:
+        """The automaton at one level.
+
+        Raises:
+            TooLarge: over the budget or the level's limit.
+        """
+        # Sharing makes the deterministic automaton about as large as what it is made from: more ends the attempt early.
+        limits = Budget(min(level.states, self.budget.states), min(2 * level.states, self.budget.work))
+        values = Values(
+            Graph(limits),
+            self.pool,
+            self.normaliser,
+            self.emptiness,
+            level,
+            limits,
+            flexible=flexible,
+            counters=counters,
+            relax_unique=None if self.strict else self.reader.relaxed,
+        )
+        start = values.space(values.value(self.formula, values.space(FINAL)))
+        automaton = determinise(values.graph, start)
+        return CompiledSchema(automaton, level, tuple(self.reader.relaxed), tuple(self.reader.annotations))

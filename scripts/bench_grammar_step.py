@@ -1,0 +1,182 @@
+"""What grammars cost a decode step on this machine: rows under grammars on the device, free rows, rows matched on the host.
+
+    python scripts/bench_grammar_step.py [--rows 32] [--vocab 128256] [--layers 30] [--rounds 10]
+
+A model of SmolLM2-135M's geometry with random weights and a made-up vocabulary of `--vocab` tokens. Free and constrained
+steps take turns, so that other processes on the machine disturb both alike. Prints one JSON line: medians, best times, and
+`ratio`, the median over all pairs of steps.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from jaxkv import ops, sharding
+from jaxkv.batch import Buckets
+from jaxkv.grammar.compiled import OnDevice, OnHost
+from jaxkv.grammar.compiler import GrammarCompiler
+from jaxkv.grammar.host import GuidanceMatcher, fill_masks
+from jaxkv.grammar.room import GrammarRoom
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
+from jaxkv.grammar_layout import GrammarPlace
+from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.registry import find_family
+from jaxkv.plan import Chunk, PageWrite, RowSetup, StepPlan
+from jaxkv.request import SamplingParams
+from jaxkv.runner import Runner
+from jaxkv.settings import grammar_sizes
+from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex
+
+PAGE, MAX_LEN = 16, 512
+FORMS: list[Form] = [
+    JsonSchema(
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+    ),
+    Regex("[a-z ]{400,500}"),
+    JsonSchema({"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 100}),
+    Regex("([a-f]+-[0-9]+,)*end"),
+]
+
+
+def vocabulary(size: int) -> TokenVocabulary:
+    """Single bytes, and words of two to eight letters and digits with or without a space before."""
+    random = np.random.default_rng(0)
+    letters = np.frombuffer(b'abcdefghijklmnopqrstuvwxyz0123456789{}[]",:-', np.uint8)
+    tokens = [bytes([byte]) for byte in range(256)]
+    while len(tokens) < size - 1:
+        tokens.append(random.choice(letters, random.integers(2, 9)).tobytes())
+    return make_vocabulary([*tokens, b""], size=size, end_ids=(size - 1,))
+
+
+def make_runner(vocab: int, layers: int, rows: int) -> Runner:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": layers, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": vocab,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }  # fmt: skip
+    family = find_family(config)
+    cfg = family.config_from_hf(config)
+    model = family.build(cfg, jnp.dtype(jnp.float32), per_layer=ops.CPU.per_layer)
+    random = np.random.default_rng(0)
+    graph, state = nnx.split(model)
+    fill = lambda leaf: jnp.asarray(random.standard_normal(leaf.shape, np.float32) * 0.02)  # noqa: E731
+    model = nnx.merge(graph, jax.tree.map(fill, state))
+    pages = -(-MAX_LEN // PAGE) * rows + 1
+    spec = PoolSpec(
+        num_layers=layers, num_pages=pages, num_kv_heads=cfg.num_kv_heads, page_size=PAGE, head_dim=cfg.head_dim,
+        dtype=jnp.dtype(jnp.float32), storage_dtype=jnp.dtype(jnp.float32), storage_shape=ops.CPU.storage_shape,
+    )  # fmt: skip
+    buckets = Buckets(
+        decode_rows=(rows,), mixed_rows=(0,), mixed_tiles=(rows,), setups=(rows,), page_writes=(pages,), page_copies=(1,),
+        count_tokens=(MAX_LEN,),
+    )  # fmt: skip
+    return Runner(
+        model, spec, sharding.make_mesh(), dataclasses.replace(ops.CPU, query_tile=8), buckets, max_rows=rows,
+        max_len=MAX_LEN, max_steps=1, vocab_size=vocab, grammars=grammar_sizes(None, vocab),
+    )  # fmt: skip
+
+
+class Bench:
+    """Rows that decode for ever under one kind of constraint."""
+
+    def __init__(self, runner: Runner, rows: int, grammars: list[OnDevice] | None) -> None:
+        self.runner, self.rows, self.step_id = runner, rows, 0
+        runner.reset()
+        room = GrammarRoom(grammar_sizes(None, runner._vocab_size), rows)
+        places: list[tuple[GrammarPlace | None, int]] = [(None, 0)] * rows
+        if grammars:
+            chosen = [grammars[row % len(grammars)] for row in range(rows)]
+            assert all(room.pin(grammar) for grammar in chosen)
+            places = [(room.place_of(grammar), grammar.tables.start) for grammar in chosen]
+        prompt = np.arange(1, 9, dtype=np.int32)
+        setups = tuple(
+            RowSetup(
+                row=row, params=SamplingParams(max_tokens=500, temperature=0), seed=0, child=0, prompt_len=8,
+                max_total_len=MAX_LEN, stop_ids=(), bad_words_ids=(), token_ids=prompt, grammar=place, grammar_state=state,
+            )
+            for row, (place, state) in enumerate(places)
+        )  # fmt: skip
+        per_row = -(-MAX_LEN // PAGE)
+        writes = tuple(PageWrite(row, i, 1 + row * per_row + i) for row in range(rows) for i in range(per_row))
+        chunks = tuple(Chunk(row, 0, prompt, True) for row in range(rows))
+        self._run(setups=setups, page_writes=writes, chunks=chunks, grammar_loads=room.take_loads())
+
+    def step(self) -> float:
+        """Seconds of one decode step of all rows."""
+        start = time.perf_counter()
+        counts = self._run(decode_rows=np.arange(self.rows, dtype=np.int32)).decode_counts
+        seconds = time.perf_counter() - start
+        assert counts.all(), "rows must not end"
+        return seconds
+
+    def _run(self, **plan):
+        self.step_id += 1
+        return self.runner.dispatch(StepPlan(step_id=self.step_id, **plan)).result()
+
+
+def host_masks(compiler: GrammarCompiler, rows: int, rounds: int) -> dict[str, float]:
+    """Masks of all rows for a grammar matched on the host, beside llguidance's own parallel call."""
+    import llguidance
+    import llguidance.numpy
+
+    grammar = compiler.submit(Grammar('start: value\nvalue: "[" value ("," value)* "]" | /[a-z0-9]+/')).result()
+    assert isinstance(grammar, OnHost)
+    matchers = [grammar.start(b"[" * (row % 5) + b"a") for row in range(rows)]
+    parsers = [(m.parser, i) for i, m in enumerate(matchers) if isinstance(m, GuidanceMatcher)]
+    executor = llguidance.LLExecutor()
+    ours, theirs, out = [], [], np.zeros((rows, -(-compiler.vocabulary.size // 32)), np.int32)
+    for _ in range(rounds):
+        start = time.perf_counter()
+        fill_masks([(matcher, (1,)) for matcher in matchers])
+        ours.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        llguidance.numpy.fill_next_token_bitmask_par(executor, parsers, out)
+        theirs.append(time.perf_counter() - start)
+    return {"host_masks_ms": statistics.median(ours) * 1e3, "llguidance_ms": statistics.median(theirs) * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rows", 32), ("vocab", 128_256), ("layers", 30), ("rounds", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    words = vocabulary(args.vocab)
+    compiler = GrammarCompiler(lambda _: words, lambda _: True)
+    start = time.perf_counter()
+    grammars = [compiler.submit(form).result() for form in FORMS]
+    report = {"bench": "grammar_step", **vars(args), "build_s": time.perf_counter() - start}
+    report["num_choice_tokens"] = compiler.submit(Choice(["yes", "no"])).result().min_tokens
+    benches = {
+        name: Bench(make_runner(args.vocab, args.layers, args.rows), args.rows, chosen)
+        for name, chosen in (("free", None), ("grammar", grammars))
+    }
+    times: dict[str, list[float]] = {name: [] for name in benches}
+    for turn in range(args.rounds + 1):
+        for name, bench in benches.items():
+            seconds = bench.step()
+            if turn:  # the first one compiles
+                times[name].append(seconds)
+    for name, seconds in times.items():
+        report[f"{name}_step_ms"] = round(statistics.median(seconds) * 1e3, 2)
+        report[f"{name}_best_ms"] = round(min(seconds) * 1e3, 2)
+    pairs = zip(times["grammar"], times["free"], strict=True)
+    report["ratio"] = round(statistics.median(constrained / free for constrained, free in pairs), 3)
+    report["best_ratio"] = round(report["grammar_best_ms"] / report["free_best_ms"], 3)
+    report |= {key: round(value, 2) for key, value in host_masks(compiler, args.rows, args.rounds).items()}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

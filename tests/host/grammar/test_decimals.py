@@ -1,0 +1,80 @@
+"""Sets of numbers, against decimal arithmetic."""
+
+import operator
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.grammar import decimals
+from jaxkv.grammar.errors import TooLarge
+
+RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne}
+BOUNDS = ["0", "1", "-1", "100", "0.5", "-0.25", "99.99", "1e-5", "12345", "2.5e10", "25", "-300"]
+PLAIN = st.from_regex(r"-?(0|[1-9][0-9]{0,5})(\.[0-9]{1,4})?", fullmatch=True, alphabet="-.0123456789")
+SCIENTIFIC = st.from_regex(r"-?[1-9](\.[0-9]{1,4})?[eE][+-]?[0-9]{1,2}", fullmatch=True, alphabet="-.0123456789eE+")
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@given(texts=st.lists(PLAIN | SCIENTIFIC, min_size=30, max_size=60))
+@settings(deadline=None, max_examples=8)
+def test_comparisons(bound, texts):
+    bound = Decimal(bound)
+    for relation, holds in RELATIONS.items():
+        automaton = decimals.compared(relation, bound)
+        for text in [*texts, str(bound), "-0", "0.0", f"{bound:f}0" if "." in f"{bound:f}" else f"{bound:f}.00"]:
+            if "E" in text and text == str(bound):
+                continue  # written with an exponent that the grammar has otherwise
+            assert automaton.matches(text) == holds(Decimal(text), bound), (relation, text)
+
+
+@pytest.mark.parametrize("divisor", ["1", "2", "3", "0.01", "1.5", "0.0001", "60"])
+@given(texts=st.lists(PLAIN, min_size=30, max_size=60))
+@settings(deadline=None, max_examples=8)
+def test_multiples(divisor, texts):
+    divisor = Decimal(divisor)
+    whole, broken = decimals.multiple(divisor), decimals.multiple(divisor, negated=True)
+    for text in [*texts, "0", "-0.0", str(divisor), str(divisor * 7)]:
+        assert whole.matches(text) == (Decimal(text) % divisor == 0), text
+        assert broken.matches(text) != whole.matches(text), text
+
+
+@given(
+    st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-1000, max_value=1000),
+    st.lists(PLAIN, max_size=20),
+)
+@settings(deadline=None, max_examples=40)
+def test_equality_is_by_value(value, texts):
+    automaton = decimals.equal(value)
+    assert automaton.matches(f"{value:f}")
+    for text in texts:
+        assert automaton.matches(text) == (Decimal(text) == value), text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30) | st.integers())
+@settings(deadline=None, max_examples=100)
+def test_what_python_writes_is_a_number(value):
+    text = repr(value)
+    assert decimals.number().matches(text)
+    assert decimals.compared("<", Decimal(0)).matches(text) == (value < 0)
+    assert decimals.compared(">=", Decimal(0)).matches(text) == (value >= 0)
+
+
+def test_integers_and_fractions_exclude_each_other():
+    for text, whole in [
+        ("3", True),
+        ("3.0", True),
+        ("3e2", True),
+        ("-0", True),
+        ("3.5", False),
+        ("5e-1", False),
+        ("1.5e-7", False),
+    ]:
+        assert decimals.integer().matches(text) == whole
+        assert decimals.fractional().matches(text) != whole
+
+
+def test_a_divisor_with_too_many_digits_is_refused():
+    with pytest.raises(TooLarge, match="multipleOf 123457"):
+        decimals.multiple(Decimal(123457))

@@ -1,0 +1,114 @@
+"""Matchers on the host: the same language as the device's tables, masks with the right stop ids, JSON that is watched."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.errors import RequestError
+from jaxkv.grammar.compiled import OnDevice, OnHost
+from jaxkv.grammar.compiler import GrammarCompiler
+from jaxkv.grammar.host import HostGrammars, fill_masks
+from jaxkv.grammar.matcher import TokenMatcher
+from jaxkv.grammar.vocabulary import make_vocabulary
+from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex
+
+TOKENS = [bytes([i]) for i in range(128)] + [b"ab", b'{"', b'":', b"bc,", b"", b"\xc3", b"\xa9"]
+END, SILENT = len(TOKENS), len(TOKENS) + 1
+V = len(TOKENS) + 3
+VOCABULARY = make_vocabulary([*TOKENS, b"<end>", b"<silent>"], size=V, excluded=[SILENT], end_ids=[END])
+HOST = HostGrammars(VOCABULARY)
+COMPILER = GrammarCompiler(lambda _: VOCABULARY, lambda _: True)
+FORMS: list[Form] = [
+    Regex("(ab|b)*c?[0-9]{2,4}"),
+    Choice(["ab", "abc", 'a"b', "é"]),
+    JsonSchema(
+        {
+            "type": "object",
+            "properties": {"ab": {"enum": [1, 20, "ab", "é"]}},
+            "required": ["ab"],
+            "additionalProperties": False,
+        }
+    ),
+]
+
+
+def bits(mask: np.ndarray) -> np.ndarray:
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:V].astype(bool)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.kind)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_host_and_the_device_speak_the_same_language(form: Form, data: st.DataObject) -> None:
+    """Along random walks every mask is the same, and so is where the text may end.
+
+    But where the text is forced: there llguidance admits the one token that the tokenizer would choose.
+    """
+    grammar = COMPILER.submit(form).result()
+    assert isinstance(grammar, OnDevice)
+    ours, theirs = TokenMatcher(grammar.tables), HOST.matcher(form)()
+    for _ in range(12):
+        mask = bits(fill_masks([(theirs, (END,))])[0])
+        want = ours.mask()
+        want[END] = ours.is_accepting
+        assert (mask == want).all() or (mask.sum() == 1 and (want & mask).sum() == 1), np.flatnonzero(mask != want)
+        tokens = np.flatnonzero(mask[:END])
+        if not len(tokens):
+            break
+        token = int(data.draw(st.sampled_from(tokens.tolist())))
+        assert ours.advance(token)
+        theirs.consume(token)
+
+
+def test_masks_have_each_request_s_own_stop_ids() -> None:
+    """Also where llguidance has another idea of the end, and where two rows differ."""
+    make = HOST.matcher(Grammar('start: "a" start "b" | "c"'))
+    begun, whole, other = make(), make(), make()
+    for token in b"acb":
+        whole.consume(token)
+        other.consume(token)
+    masks = [bits(mask) for mask in fill_masks([(begun, (END,)), (whole, (END, 5)), (other, (7,))])]
+    assert np.flatnonzero(masks[0]).tolist() == [97, 99]
+    assert np.flatnonzero(masks[1]).tolist() == [5, END]
+    assert np.flatnonzero(masks[2]).tolist() == [7]
+
+
+def test_a_refused_grammar_says_what_is_wrong() -> None:
+    for form, message in [(Grammar("start: other"), "other"), (Grammar("root ::= (", "gbnf"), "grammar: ")]:
+        with pytest.raises(RequestError, match=message):
+            COMPILER.submit(form).result()
+
+
+def test_equal_forms_are_compiled_once_and_failures_are_tried_again() -> None:
+    first = COMPILER.submit(Regex("q+"))
+    assert COMPILER.submit(Regex("q+")) is first
+    assert COMPILER.submit(Regex("q+"), (113,)) is not first
+    failed = COMPILER.submit(Regex("q("))
+    assert failed.exception() is not None
+    assert COMPILER.submit(Regex("q(")) is not failed
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ("nothing", False), ('{"a": 1', False), ('x {"a": [1, {"b": null}]} y', True), ("[1, 2", False), ("[[]", True),
+        ("{ no [1]", True), ('["}', False), ('["}"]', True), ("[tru]", False), ("[NaN]", False), ("42", False),
+    ],
+)  # fmt: skip
+def test_json_is_watched_for(text: str, complete: bool) -> None:
+    grammar = COMPILER.watch_json()
+    assert isinstance(grammar, OnHost)
+    assert grammar.start(text.encode()).is_accepting == complete
+    tokens = [TOKENS.index(b"ab"), *text.encode()]  # whatever the tokens are
+    mask = bits(fill_masks([(grammar.start(tokens), (END,))])[0])
+    assert mask[END] == complete and mask[:END].all()
+
+
+def test_what_never_fits_the_device_is_matched_on_the_host() -> None:
+    compiler = GrammarCompiler(lambda _: VOCABULARY, lambda _: False)
+    grammar = compiler.submit(Regex("(ab)+c")).result()
+    assert isinstance(grammar, OnHost)
+    assert grammar.accepts(b"ababc") and not grammar.accepts(b"aba")
+    with pytest.raises(RequestError, match="only grammars that fit the device can be combined with them"):
+        compiler.submit(Regex("(ab)+c"), (97, 98, 99)).result()
