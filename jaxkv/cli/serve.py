@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from jaxkv.serve.limits import ServeConfig
-        from jaxkv.serve.server import serve
+        from jaxkv.serve.server import bind, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"the server needs the package {error.name}; run: pip install 'jaxkv[serve]'") from error
     _check(args)
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         lenient=args.lenient,
         log_prompts=args.log_prompts,
     )
-    serve(options.load(args, engine_seed=True), config, host=args.host, port=args.port)
+    with bind(args.host, args.port) as listener:
+        serve(options.load(args, engine_seed=True), config, listener)
     return 0
 
 

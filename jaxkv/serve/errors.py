@@ -15,6 +15,15 @@ _ANTHROPIC_TYPES = {
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 _FIELD = re.compile(r"[a-z][a-z_]*(?=[=\[.:]| is | has | must )")
 
+# What the runtime calls a thing -> the field it comes from; None: from no single one.
+_PARAMS = {
+    "prompt_len": None,
+    "text": None,
+    "timeout_s": "timeout",
+    "ttl": "cache_control",
+    "breakpoints": "cache_control",
+}
+
 
 @dataclasses.dataclass
 class ApiError(Exception):
@@ -48,5 +57,6 @@ def refusal(error: JaxkvError) -> ApiError:
     if not isinstance(error, (RequestError, CapacityError)):
         return ApiError(500, str(error))
     found = _FIELD.match(str(error))
+    param = _PARAMS.get(found[0], found[0]) if found else None
     code = "context_length_exceeded" if "exceeds max_len" in str(error) else None
-    return ApiError(400, str(error), param=found[0] if found else None, code=code)
+    return ApiError(400, str(error), param=param, code=code)

@@ -99,7 +99,7 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
         return
     kind, _, bearer = request.headers.get("authorization", "").partition(" ")
     given = request.headers.get("x-api-key") or (bearer.strip() if kind.lower() == "bearer" else "")
-    matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+    matches = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
     if not any(matches):
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

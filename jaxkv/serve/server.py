@@ -64,29 +64,42 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(llm: "LLM", config: ServeConfig, *, host: str, port: int) -> None:
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address, before the model is loaded; clients can connect once `serve` runs.
+
+    Args:
+        host: name or address to listen at.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the address is in use, or not ours.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen at {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def serve(llm: "LLM", config: ServeConfig, listener: socket.socket) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
     Args:
         llm: loaded.
         config: how to behave.
-        host: address to listen at.
-        port: 0 takes a free one; the log says which.
-
-    Raises:
-        OSError: the address is in use, or not ours.
+        listener: from `bind`.
     """
     export_traces()
     service = Service(llm, config)
-    listener = socket.create_server((host, port), family=_family(host), backlog=1024, reuse_port=False)
-    with listener:
-        address = listener.getsockname()
-        print(f"jaxkv: {service.name} at http://{host}:{address[1]}", flush=True)
-        settings = uvicorn.Config(
-            make_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=60
-        )
-        DrainingServer(settings, service).run(sockets=[listener])
-
-
-def _family(host: str) -> int:
-    return socket.getaddrinfo(host, None)[0][0]
+    app = make_app(service)
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, backlog=1024, timeout_graceful_shutdown=5, timeout_keep_alive=60
+    )
+    host, port = listener.getsockname()[:2]
+    listener.listen(1024)
+    print(f"jaxkv: {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    DrainingServer(settings, service).run(sockets=[listener])
