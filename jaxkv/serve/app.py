@@ -34,8 +34,10 @@ def make_app(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         service.engine.start()
-        yield
-        service.engine.close()
+        try:
+            yield
+        finally:
+            service.engine.close()
 
     routes = [
         Route("/v1/chat/completions", _guard(openai_routes.chat_completions), methods=["POST"]),

@@ -27,7 +27,7 @@ def greedy(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": CHAT, "max_tokens": 12, "extra_body": {"temperature": 0}, **changes}
 
 
-def test_a_message_is_what_the_engine_answers(client: anthropic.Anthropic, server: LiveServer, tiny_llm: LLM) -> None:
+def test_a_message_is_what_the_engine_answers(client: Any, server: LiveServer, tiny_llm: LLM) -> None:
     got = client.messages.create(**greedy(system="Be kind."))
     chat = [{"role": "system", "content": "Be kind."}, *CHAT]
     (alone,) = server.in_engine(lambda: tiny_llm.chat(chat, SamplingParams(max_tokens=12, temperature=0)))
@@ -39,7 +39,7 @@ def test_a_message_is_what_the_engine_answers(client: anthropic.Anthropic, serve
     assert num == len(alone.prompt_token_ids)
 
 
-def test_usage_says_what_the_cache_did(client: anthropic.Anthropic) -> None:
+def test_usage_says_what_the_cache_did(client: Any) -> None:
     mark = {"type": "ephemeral", "ttl": "1h"}
     system: Any = [{"type": "text", "text": "Count to ten and back. " * 6, "cache_control": mark}]
     asked = greedy(system=system, max_tokens=1, extra_body={"cache_salt": "usage"})
@@ -52,7 +52,7 @@ def test_usage_says_what_the_cache_did(client: anthropic.Anthropic) -> None:
     assert streamed.input_tokens == again.input_tokens
 
 
-def test_a_stream_joins_to_the_whole(client: anthropic.Anthropic) -> None:
+def test_a_stream_joins_to_the_whole(client: Any) -> None:
     whole = client.messages.create(**greedy(max_tokens=20))
     with client.messages.stream(**greedy(max_tokens=20)) as stream:
         text = "".join(stream.text_stream)
@@ -65,7 +65,7 @@ def test_a_stream_joins_to_the_whole(client: anthropic.Anthropic) -> None:
     assert set(kinds[2:-3]) == {"content_block_delta"}
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_named(client: Any) -> None:
     whole = client.messages.create(**greedy(max_tokens=40)).content[0].text
     stop = whole[8:11]
     got = client.messages.create(**greedy(max_tokens=40, stop_sequences=[stop]))
@@ -73,7 +73,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic) -> None:
+def test_tokens_are_counted_as_they_are_used(client: Any) -> None:
     usage = client.messages.create(**greedy(system="Be kind.")).usage
     num = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
     assert client.messages.count_tokens(model=NAME, messages=CHAT, system="Be kind.").input_tokens == num
@@ -145,6 +145,6 @@ def test_refusals_have_anthropics_shape(server: LiveServer, change: dict[str, An
     assert words in body["error"]["message"], body
 
 
-def test_other_models_are_not_found(client: anthropic.Anthropic) -> None:
+def test_other_models_are_not_found(client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         client.messages.create(**greedy(model="claude"))
