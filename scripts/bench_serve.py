@@ -136,12 +136,16 @@ async def overhead(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     rates: dict[str, list[float]] = {"engine": [], "http": []}
-    wanted = await service.engine.call(alone)  # compiles
-    for _ in range(args.rounds):
-        start_s = time.perf_counter()
+    cpu_s: dict[str, list[float]] = {"engine": [], "http": []}  # of this process, which other work cannot slow down
+    loop_s: list[float] = []  # of the event loop's thread alone, while HTTP is served
+    wanted = await service.engine.call(alone)
+    for _ in range(args.rounds + 1):  # the first one compiles
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         assert await service.engine.call(alone) == wanted
         rates["engine"].append(args.requests * args.max_tokens / (time.perf_counter() - start_s))
+        cpu_s["engine"].append(time.process_time() - start_cpu_s)
         await service.engine.call(llm.clear_prefix_cache)
+        start_cpu_s, start_loop_s = time.process_time(), time.thread_time()
         # The clients are a process of their own, as clients are.
         client = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "clients", "-m", args.model, "--port", str(port), "--requests", str(args.requests),
@@ -151,11 +155,18 @@ async def overhead(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
         told = json.loads(out)
         assert told["tokens"] == wanted, "the streams are not what the engine makes"
         rates["http"].append(args.requests * args.max_tokens / told["seconds"])
+        cpu_s["http"].append(time.process_time() - start_cpu_s)
+        loop_s.append(time.thread_time() - start_loop_s)
     server.should_exit = True
     await running
-    engine, http = statistics.median(rates["engine"]), statistics.median(rates["http"])
-    rounded = {name: [round(rate, 1) for rate in values] for name, values in rates.items()}
-    return {"tokens_per_s": rounded, "overhead": round(1 - http / engine, 4)}
+    rounds = {name: [round(each, 2) for each in values[1:]] for name, values in rates.items()}
+    used = {name: [round(each, 2) for each in values[1:]] for name, values in cpu_s.items()}
+    ratio = statistics.median(http / engine for engine, http in zip(rounds["engine"], rounds["http"], strict=True))
+    cpu = statistics.median(used["http"]) / statistics.median(used["engine"])
+    return {
+        "tokens_per_s": rounds, "cpu_s": used, "loop_cpu_s": [round(each, 3) for each in loop_s[1:]],
+        "overhead": round(1 - ratio, 4), "cpu_overhead": round(cpu - 1, 4),
+    }  # fmt: skip
 
 
 async def clients(args: argparse.Namespace) -> dict[str, Any]:
