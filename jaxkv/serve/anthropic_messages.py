@@ -56,7 +56,7 @@ def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
             thoughts.append(_take(block, "thinking", str, place))
         else:
             texts.append(_text(block, place))
-    message["content"] = texts
+    message["content"] = texts or ""
     if calls:
         message["tool_calls"] = calls
     if thoughts:
