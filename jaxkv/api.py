@@ -19,7 +19,7 @@ from jaxkv.explain import Explanation, explain_live
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.progress import Progress
-from jaxkv.request import RequestOutput, SamplingParams
+from jaxkv.request import Request, RequestOutput, SamplingParams
 from jaxkv.saving import SavedPrefix, save_prefix
 from jaxkv.scheduler import SchedulerStats
 from jaxkv.session import Session
@@ -311,10 +311,10 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         items: list[tuple[Prompt, Caching]] = []
         for conversation in conversations:
-            chat = read_marks(conversation, tools, cache_control)  # type: ignore[arg-type]
-            token_ids = self.chat_prompt(chat.messages, tools=chat.tools)
-            marks = chat.marks(token_ids, self.tokenizer) if self.tokenizer is not None else ()
-            caching = Caching(salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention, chat_marks=marks)
+            asked = Caching(
+                salt=cache_salt, key=prompt_cache_key, retention=prompt_cache_retention, control=cache_control
+            )
+            token_ids, caching = self.lay_out_chat(conversation, tools, asked)  # type: ignore[arg-type]
             items.append((token_ids, caching))
         return self._run(items, params, progress, priority, timeout_s)
 
@@ -403,6 +403,93 @@ class LLM:
         """
         return explain_live(request, previous, scheduler=self._engine.scheduler, intake=self._intake)
 
+    # --- the loop by hand, for servers: `prepare` and `lay_out_chat` are safe in any thread, the rest is not ------------
+
+    def lay_out_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        caching: Caching,
+        **layout: Any,
+    ) -> tuple[list[int], Caching]:
+        """A conversation's token ids, and `caching` with the marks on its tools, messages and parts.
+
+        Args:
+            messages: as in `chat`.
+            tools: as in `chat`.
+            caching: what else is asked of the cache; the breakpoints of its `control` are indices of messages.
+            layout: further arguments of `Tokenizer.encode_chat`.
+
+        Raises:
+            RequestError: as `chat`.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; pass token ids to generate")
+        chat = read_marks(messages, tools, caching.control)
+        token_ids = self.tokenizer.encode_chat(chat.messages, tools=chat.tools, **layout)
+        marks = chat.marks(token_ids, self.tokenizer)
+        return token_ids, dataclasses.replace(caching, control=None, chat_marks=marks)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        caching: Caching | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Encodes and checks a request, without queueing it; arguments as in `generate`.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        caching = caching or Caching()
+        number = next(self._numbers)
+        now = time.monotonic()
+        token_ids = self._encode(prompt)
+        params = self._intake.resolve(params)
+        self._engine.await_grammar(len(token_ids), params)
+        return self._intake.make_request(
+            f"request-{number}",
+            token_ids,
+            params,
+            seed=int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0]),
+            priority=priority,
+            cache_salt=caching.salt,
+            cache_key="" if caching.key is None else caching.key,
+            marks=caching.marks(len(token_ids)),
+            arrival_s=now,
+            deadline_s=None if timeout_s is None else now + timeout_s,
+        )
+
+    def enqueue(self, request: Request, prompt: str | None = None, *, stream: bool = False) -> OutputBuilder:
+        """Queues what `prepare` made; its output grows in the returned builder as `step` runs.
+
+        Raises:
+            RequestError: the prompt is too long.
+            CapacityError: the prompt can never fit.
+        """
+        return self._engine.add(request, prompt, stream=stream)
+
+    def step(self) -> None:
+        """Computes one step for all requests."""
+        self._engine.step()
+
+    def abort(self, request_id: str) -> None:
+        """Cancels a request; its pages are free at once. Unknown or finished ones are left alone."""
+        self._engine.abort(request_id)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` has something to do: unfinished requests, or a step that was not read."""
+        return self._engine.has_unfinished or self._engine.scheduler.num_in_flight > 0
+
+    @property
+    def max_rows(self) -> int:
+        """Sequences that run at once, over all data shards."""
+        return self._engine.scheduler.config.max_rows
+
     def stats(self) -> Stats:
         """Pages, utilisation, reuse, preemptions, steps, compiles."""
         runner = self._engine.runner
@@ -423,24 +510,8 @@ class LLM:
         *,
         stream: bool,
     ) -> OutputBuilder:
-        text = prompt if isinstance(prompt, str) else None
-        number = next(self._numbers)
-        now = time.monotonic()
-        token_ids = self._encode(prompt)
-        self._engine.await_grammar(len(token_ids), params)
-        request = self._intake.make_request(
-            f"request-{number}",
-            token_ids,
-            params,
-            seed=int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0]),
-            priority=priority,
-            cache_salt=caching.salt,
-            cache_key="" if caching.key is None else caching.key,
-            marks=caching.marks(len(token_ids)),
-            arrival_s=now,
-            deadline_s=None if timeout_s is None else now + timeout_s,
-        )
-        return self._engine.add(request, text, stream=stream)
+        request = self.prepare(prompt, params, caching, priority=priority, timeout_s=timeout_s)
+        return self.enqueue(request, prompt if isinstance(prompt, str) else None, stream=stream)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

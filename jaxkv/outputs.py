@@ -39,6 +39,11 @@ class CompletionText:
         return self._stops.match
 
     @property
+    def is_holding(self) -> bool:
+        """Whether text is held back because a stop string may begin there."""
+        return self._stops.is_holding
+
+    @property
     def text(self) -> str:
         return "".join(self._pieces)
 
@@ -60,10 +65,24 @@ class CompletionText:
         return piece
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What one completion gained since it was last looked at; the texts of its pieces join to its text."""
+
+    index: int  # of the completion
+    text: str
+    num_tokens: int  # that became known; their text may still be held back
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens whose text is out, if they were asked for
+    completion: Completion | None = None  # with the last piece
+
+
 @dataclasses.dataclass
 class _Child:
     text: CompletionText
     logprobs: list[TokenLogprobs]
+    fresh: list[str] = dataclasses.field(default_factory=list)  # text not yet taken
+    num_fresh: int = 0  # tokens not yet taken
+    num_shown: int = 0  # of `logprobs`, taken
     error: str | None = None
     completion: Completion | None = None
 
@@ -94,7 +113,7 @@ class OutputBuilder:
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
         self._fed = [0] * request.params.n  # tokens seen through `feed`, per child
-        self._fresh: list[str] = []  # streamed pieces of child 0 not yet taken
+        self._changed: dict[int, None] = {}  # children with something to take, in order
         self.output: RequestOutput | None = None  # set when the last completion ended
 
     def admitted(self, now_s: float) -> None:
@@ -109,9 +128,8 @@ class OutputBuilder:
             return None
         ids = tokens.token_ids.tolist()
         self._fed[tokens.child] += len(ids)
-        piece = child.text.feed(ids)
-        if tokens.child == 0 and piece:
-            self._fresh.append(piece)
+        child.num_fresh += len(ids)
+        self._show(tokens.child, child.text.feed(ids))
         if self.request.params.logprobs is not None:
             child.logprobs += token_logprobs(tokens, self.request.params.logprobs)
         return child.text.match
@@ -137,10 +155,10 @@ class OutputBuilder:
             missing = event.token_ids.tolist()[self._fed[event.child] :]  # a request nobody watched was never fed
             self._fed[event.child] += len(missing)
             piece = child.text.feed(missing) if child.text.match is None else ""
-            piece += child.text.finish()
-            if event.child == 0 and piece:
-                self._fresh.append(piece)
+            child.num_fresh += len(missing)
+            self._show(event.child, piece + child.text.finish())
         child.completion = self._completion(child, event)
+        self._changed[event.child] = None
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         self._written_tokens = max(self._written_tokens, event.cache_written_tokens)
         self._num_preemptions += event.num_preemptions
@@ -162,8 +180,31 @@ class OutputBuilder:
 
     def take_text(self) -> str:
         """Streamed text of the first completion since the last call."""
-        text, self._fresh = "".join(self._fresh), []
+        child = self._children[0]
+        text, child.fresh = "".join(child.fresh), []
         return text
+
+    def take_pieces(self) -> list[Piece]:
+        """What each completion gained since the last call; instead of `take_text`, where log-probabilities or several
+        completions are streamed."""
+        changed, self._changed = self._changed, {}
+        return [self._take_piece(index, self._children[index]) for index in changed]
+
+    def _take_piece(self, index: int, child: _Child) -> Piece:
+        text, child.fresh = "".join(child.fresh), []
+        num_tokens, child.num_fresh = child.num_fresh, 0
+        logprobs = child.logprobs
+        if child.completion is not None:
+            logprobs = list(child.completion.logprobs or ())
+        elif child.text.is_holding:  # a stop string may yet take these tokens away
+            logprobs = logprobs[: child.num_shown]
+        shown, child.num_shown = tuple(logprobs[child.num_shown :]), len(logprobs)
+        return Piece(index, text, num_tokens, shown, child.completion)
+
+    def _show(self, index: int, text: str) -> None:
+        if text:
+            self._children[index].fresh.append(text)
+        self._changed[index] = None
 
     def _completion(self, child: _Child, event: Finished) -> Completion:
         token_ids, reason, stop_reason = tuple(event.token_ids.tolist()), event.reason, event.stop_reason

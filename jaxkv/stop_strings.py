@@ -44,6 +44,11 @@ class StopMatcher:
         self._ends: list[int] = []  # searched characters up to the end of each token after min_tokens
         self.match: StopMatch | None = None
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether some text was searched but not returned."""
+        return bool(self._held)
+
     def feed(self, piece: str) -> str:
         """Takes the text that one token added (maybe none); returns the text that can be shown now."""
         self._num_tokens += 1

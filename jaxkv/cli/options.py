@@ -236,7 +236,11 @@ def cache_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_model_options(
-    parser: argparse.ArgumentParser, *, skip: Collection[str] = (), engine_seed: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    skip: Collection[str] = (),
+    engine_seed: bool = False,
+    is_positional: bool = False,
 ) -> None:
     """Adds -m and a flag for each argument of `LLM.load`.
 
@@ -244,12 +248,14 @@ def add_model_options(
         parser: of the subcommand.
         skip: arguments that make no sense there.
         engine_seed: whether --seed is the engine's; elsewhere it is a field of `SamplingParams`.
+        is_positional: the model is the command's argument, instead of -m.
     """
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "-m", "--model", required=True, metavar="MODEL",
-        help="smollm2, a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id",
-    )  # fmt: skip
+    what = "smollm2, a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id"
+    if is_positional:
+        group.add_argument("model", metavar="MODEL", help=what)
+    else:
+        group.add_argument("-m", "--model", required=True, metavar="MODEL", help=what)
     for option in LOAD_OPTIONS:
         if option.field not in skip:
             _add(group, option)
@@ -267,15 +273,15 @@ def load_arguments(args: argparse.Namespace, *, engine_seed: bool = False) -> di
     return _given(args, (*LOAD_OPTIONS, ENGINE_SEED) if engine_seed else LOAD_OPTIONS)
 
 
-def load(args: argparse.Namespace) -> "LLM":
-    """Loads the model that the flags describe.
+def load(args: argparse.Namespace, *, engine_seed: bool = False) -> "LLM":
+    """Loads the model that the flags describe; `engine_seed` as of `add_model_options`.
 
     Raises:
         JaxkvError: as `LLM.load`.
     """
     from jaxkv.api import LLM  # brings jax: only now, after the arguments are known to be good
 
-    return LLM.load(args.model, **load_arguments(args))
+    return LLM.load(args.model, **load_arguments(args, engine_seed=engine_seed))
 
 
 def _add(parser: argparse._ActionsContainer, option: Option, *, default: Any = None) -> None:

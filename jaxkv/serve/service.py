@@ -1,0 +1,162 @@
+"""`Service`: what all routes share. It lets requests in, runs them, and tells metrics, traces and the log how they ended."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxkv.cache_control import Caching
+from jaxkv.errors import JaxkvError, RequestError
+from jaxkv.outputs import Piece
+from jaxkv.request import Request, RequestOutput, SamplingParams
+from jaxkv.serve.engine_thread import EngineThread, Handle
+from jaxkv.serve.errors import ApiError, refusal
+from jaxkv.serve.limits import Gate, ServeConfig
+from jaxkv.serve.metrics import Metrics
+from jaxkv.serve.tracing import Tracer
+from jaxkv.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxkv.api import LLM
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """One model, served.
+
+    Args:
+        llm: given to a thread of its own in `start`.
+        config: how to behave.
+    """
+
+    def __init__(self, llm: "LLM", config: ServeConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.created = int(time.time())
+        self.gate = Gate(llm.max_rows, config.max_queue)
+        self.metrics = Metrics(llm, config.names[0])
+        self.engine = EngineThread(llm, self._note)
+        self.metrics.attach(self.engine)
+        self._tracer = Tracer()
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.config.names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError where the model has none."""
+        if self.llm.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer; send token ids as the prompt of /v1/completions")
+        return self.llm.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError, 404, if a request is for another model."""
+        if name is not None and name not in self.config.names:
+            message = f"model {name[:200]!r} is not served here; it is {' or '.join(self.config.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Runs what takes the processor for a while (JSON, templates, tokens) beside the event loop.
+
+        Raises:
+            ApiError: what the runtime refused, as an answer.
+        """
+        try:
+            return await asyncio.to_thread(work, *args)
+        except JaxkvError as error:
+            raise refusal(error) from error
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        caching: Caching,
+        priority: int,
+        timeout_s: float | None,
+    ) -> Request:
+        """A checked request; safe in any thread.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        limits = [seconds for seconds in (timeout_s, self.config.timeout_s) if seconds is not None]
+        if not -(2**31) <= priority < 2**31:
+            raise RequestError(f"priority={priority} must be a whole number of 32 bits; lower runs first")
+        return self.llm.prepare(prompt, params, caching, priority=priority, timeout_s=min(limits, default=None))
+
+    async def begin(
+        self,
+        requests: Sequence[Request],
+        *,
+        texts: Sequence[str | None],
+        stream: bool,
+        headers: Mapping[str, str],
+        user: str | None = None,
+    ) -> list[Handle]:
+        """Queues requests; whoever calls this calls `end`, whatever happens.
+
+        Args:
+            requests: of one HTTP request, from `prepare`.
+            texts: their prompts, where they are texts.
+            stream: their pieces are wanted as they come.
+            headers: of the HTTP request, which may carry the trace it belongs to.
+            user: whom the client says it asks for.
+
+        Raises:
+            ApiError: none of them was queued.
+        """
+        num = sum(request.params.n for request in requests)
+        self.gate.enter(num)
+        context = self._tracer.context(headers)
+        handles = [
+            Handle(request, text, stream=stream, context=context) for request, text in zip(requests, texts, strict=True)
+        ]
+        try:
+            await self.engine.submit(handles)
+        except BaseException as error:
+            self.gate.leave(num)
+            if isinstance(error, JaxkvError):
+                raise refusal(error) from error
+            raise
+        for handle in handles:
+            self._log_start(handle, user)
+        return handles
+
+    def end(self, handles: Sequence[Handle]) -> None:
+        """Cancels what still runs, and makes room."""
+        self.engine.cancel(handles)
+        self.gate.leave(sum(handle.request.params.n for handle in handles))
+
+    def stop(self) -> None:
+        """Ends what runs; each request gives the text that it has."""
+        self.engine.cancel_all()
+
+    def _note(self, handle: Handle, pieces: list[Piece], output: RequestOutput | None) -> None:
+        self.metrics.note(handle, pieces, output, time.monotonic())
+        if output is None:
+            return
+        self._tracer.record(handle, output, self.name)
+        if output.metrics is not None:
+            self.gate.took(output.metrics.e2e_s)
+        reasons = ",".join(str(completion.finish_reason) for completion in output.outputs)
+        num = sum(len(completion.token_ids) for completion in output.outputs)
+        log.info("%s: %d tokens, %s", output.request_id, num, reasons)
+
+    def _log_start(self, handle: Handle, user: str | None) -> None:
+        request = handle.request
+        log.info("%s: prompt of %d tokens%s", request.request_id, len(request.prompt_token_ids), _of(user))
+        if self.config.log_prompts:
+            text = handle.text
+            if text is None and self.llm.tokenizer is not None:
+                text = self.llm.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+            log.info("%s: %r", request.request_id, text)
+
+
+def _of(user: str | None) -> str:
+    return "" if user is None else f" for user {user[:64]!r}"
