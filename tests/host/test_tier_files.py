@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.plan import PageNote
+from jaxkv.tier import OnDisk
 from jaxkv.tier_files import (
     ABANDONED_S,
     DIGEST_BYTES,
@@ -17,7 +18,6 @@ from jaxkv.tier_files import (
     PageFolder,
     PageFormat,
 )
-from jaxkv.tiers import OnDisk
 
 ROOT, KEY, PARENT = b"r" * 32, b"k" * 32, b"p" * 32
 NOTE = PageNote(PARENT, 3, 60.0)
