@@ -63,6 +63,6 @@ def save_prefix(
 def _flush(engine: Engine) -> None:
     """Carries out what was decided, and waits until nothing is to be written any more."""
     engine.move_pages()
-    while engine.scheduler.tiers.num_outgoing:
+    while engine.scheduler.tiers.num_outgoing or engine.mover.store.is_busy:
         engine.mover.wait(MAX_WAIT_S)
         engine.move_pages()

@@ -79,6 +79,9 @@ class TierMover:
                 self.store.unlink(move.key)
             case MoveKind.READ:
                 self.store.read(move.key)
+            case MoveKind.KEEP:
+                assert move.note is not None, move
+                self.store.keep(move.key, move.note)
             case _:
                 assert move.note is not None, move
                 self.store.write(move.key, move.note)

@@ -127,7 +127,7 @@ class PageTiers:
             is_held: an open session holds it.
         """
         is_wanted = ttl_s is not None or is_held or self._config.demote == "all"
-        if not self._config.is_on or not is_wanted or self._is_below(key, ttl_s):
+        if not self._config.is_on or not is_wanted or self._is_below(key, link, ttl_s):
             return
         if self._host_has_room(for_kept=ttl_s is not None):
             self._emit(MoveKind.DOWN, key, at)
@@ -151,11 +151,8 @@ class PageTiers:
             link: key of the page before it, and its index.
             ttl_s: how long it is to be kept there, from its last use on.
         """
-        if key in self.disk:
-            self.disk.touch(key, ttl_s)
-            return True
-        if key in self._outgoing:
-            self._outgoing[key] = _longer(self._outgoing[key], ttl_s)
+        if key in self.disk or key in self._outgoing:
+            self._keep_on_disk(key, link, ttl_s)
             return True
         is_here = self._is_here(key)
         if (at is None and not is_here) or not self._may_go_out(for_kept=True):
@@ -166,16 +163,25 @@ class PageTiers:
         self._send_out(key, ttl_s)
         return True
 
-    def _is_below(self, key: bytes, ttl_s: float | None) -> bool:
+    def _is_below(self, key: bytes, link: tuple[bytes, int], ttl_s: float | None) -> bool:
         if key in self.host:
             self.host.touch(key, ttl_s)
-        elif key in self._outgoing:
-            self._outgoing[key] = _longer(self._outgoing[key], ttl_s)
-        elif key in self.disk:
-            self.disk.touch(key, ttl_s)
+        elif key in self._outgoing or key in self.disk:
+            self._keep_on_disk(key, link, ttl_s)
         else:
             return False
         return True
+
+    def _keep_on_disk(self, key: bytes, link: tuple[bytes, int], ttl_s: float | None) -> None:
+        """A page that is there, or on its way, was used and is to be kept for at least `ttl_s`; its file must say so."""
+        before = self._outgoing[key] if key in self._outgoing else self.disk.ttl_s(key)
+        after = _longer(before, ttl_s)
+        if key in self._outgoing:
+            self._outgoing[key] = after
+        else:
+            self.disk.touch(key, ttl_s)
+        if after != before:
+            self._emit(MoveKind.KEEP, key, note=PageNote(*link, after))
 
     def _host_has_room(self, *, for_kept: bool) -> bool:
         if len(self.host) < self.host.num_pages:
@@ -184,7 +190,7 @@ class PageTiers:
             return False
         key, ttl_s = victim
         if key in self.disk:
-            self.disk.touch(key, ttl_s)
+            self._keep_on_disk(key, self._links[key], ttl_s)
             self._forget_bytes(key)
         elif key not in self._outgoing:
             if self._may_go_out(for_kept=ttl_s is not None):

@@ -93,6 +93,18 @@ def test_save_writes_what_the_device_has_at_once(tmp_path):
     assert not loop.scheduler.tiers.take_moves()
 
 
+def test_a_longer_time_to_live_reaches_files_that_are_there(tmp_path):
+    """Else a restart would know only the first one."""
+    stage = below(tmp_path)
+    loop = stage.start()
+    ask(loop, [*PREFIX, 1, 2])
+    for ttl_s, said in [(None, None), (60.0, 60.0), (9.0, 60.0), (3600.0, 3600.0)]:
+        assert loop.scheduler.save(make_request("s", PREFIX), ttl_s) == (4, 4)
+        check_bytes(loop)
+        assert [page.ttl_s for page in stage.folder.scan()] == [said] * 4 and not stage.store.is_busy
+    assert ask(stage.start(), [*PREFIX, 9]) == 16
+
+
 def test_a_page_under_a_salt_is_never_found_without_it(tmp_path):
     stage = below(tmp_path, tiers=tiers(disk_pages=20))
     loop = stage.start()
