@@ -15,6 +15,10 @@ class Deadlines:
         self._is_alive = is_alive
         self._heap: list[tuple[float, int, str]] = []  # (when, arrival number, request id)
 
+    def __len__(self) -> int:
+        """Entries, those of requests that are over among them."""
+        return len(self._heap)
+
     def add(self, request_id: str, arrival: int, deadline_s: float, num_alive: int) -> None:
         """A request is to end at `deadline_s`; `num_alive` are not over."""
         heapq.heappush(self._heap, (deadline_s, arrival, request_id))
