@@ -107,7 +107,7 @@ class LLM:
                 this model find them there. None: no disk is used.
             disk_cache_bytes: budget of this model's pages in `cache_dir`; None is 10 GiB.
             demote: which cached pages go down when the pool gives them up: "retained", those somebody asked to keep
-                (`cache_control`, `prompt_cache_retention`), or "all".
+                (`cache_control`, `prompt_cache_retention`) and those of open sessions, or "all".
             overlap: dispatch a step before the previous one was read; never changes the tokens.
             grammar_bytes: memory of each device for the tables of structured outputs; None is 38 MB for a vocabulary of 49k,
                 100 MB for 128k. What does not fit is matched on the host.

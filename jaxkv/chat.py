@@ -55,7 +55,8 @@ class ChatTemplate:
         Args:
             messages: `{"role": ..., "content": ...}`, oldest first. Content is text or a list of text parts; parts
                 go to the template as they are if it reads them, else they are joined with newlines (as vLLM and
-                llama.cpp do). Empty text stays, None counts as absent. Other keys reach the template unchanged.
+                llama.cpp do). Empty text stays; None, or none at all, is empty text, for many templates read it unasked
+                (of an answer that only calls tools, say). Other keys that are None count as absent.
             tools: JSON schemas of the functions the model may call.
             documents: what retrieval templates read.
             add_generation_prompt: end with the header of an assistant message.
@@ -108,7 +109,7 @@ class ChatTemplate:
 
 
 def _check_message(index: int, message: object) -> dict[str, Any]:
-    """A plain copy of a message without its None values."""
+    """A plain copy of a message without its None values; the content is always there."""
     where = f"messages[{index}]"
     if hasattr(message, "model_dump"):
         message = plain(where, message)
@@ -117,7 +118,7 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has role={message.get('role')!r}; it must be text such as 'user'")
     checked = {key: plain(f"{where}.{key}", value) for key, value in message.items() if value is not None}
-    content = checked.get("content", "")
+    content = checked.setdefault("content", "")
     if isinstance(content, list):
         checked["content"] = [_check_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str):

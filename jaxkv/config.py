@@ -17,7 +17,7 @@ class TierConfig:
     disk_pages: int = 0  # budget of the disk
     max_outgoing: int = 64  # pages in host memory that wait to be written, beside its budget
     max_staged: int = 64  # pages in host memory that were read from disk, beside its budget
-    demote: str = "retained"  # which evicted pages go down: those somebody asked to keep, or "all"
+    demote: str = "retained"  # which evicted pages go down: those somebody asked to keep or a session holds, or "all"
 
     def __post_init__(self) -> None:
         for field in ("host_pages", "disk_pages", "max_outgoing", "max_staged"):

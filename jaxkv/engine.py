@@ -6,8 +6,10 @@ host. Without, each step is read before the next is planned; the tokens are the 
 
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import jax
 
@@ -142,9 +144,21 @@ class Engine:
 
     def step(self) -> None:
         """Dispatches one step if there is work, and takes in what is ready to be read."""
+        with self._failing_together():
+            self._step()
+
+    def move_pages(self) -> None:
+        """Carries out what was decided between steps about pages below the device, and takes in what became of it."""
+        with self._failing_together():
+            self.mover.report()
+            self.mover.move()
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Whatever fails in here ends every request; a device's failure goes no further."""
         self._is_stepping = True
         try:
-            self._step()
+            yield
         except jax.errors.JaxRuntimeError as error:
             self._fail_all(f"the device failed: {error}")
         except BaseException as error:  # Ctrl-C or a bug, somewhere between planning and delivering

@@ -201,10 +201,11 @@ class Memory:
             self._cache.let_go(keys)
 
     def look_up(self, keys: Ordered[bytes]) -> tuple[int, int]:
-        """How many leading pages are there, and how many of these several sessions hold."""
+        """How many leading pages are there or below, and how many of these several sessions hold."""
         if self._cache is None:
             return 0, 0
         num_known = len(self._cache.match(keys))
+        num_known += len(self._tiers.run(keys[num_known:]))
         return num_known, self._cache.num_shared(keys[:num_known])
 
     def save(self, seq: Sequence, ttl_s: float | None) -> tuple[int, int]:
@@ -227,7 +228,8 @@ class Memory:
 
     def _demote(self, page: int, key: bytes, link: tuple[bytes, int]) -> None:
         """The cache's `on_lost`."""
-        self._tiers.demote(key, PageAt(self._shard, page), link, self._shelf.ttl_s(page))
+        at, is_held = PageAt(self._shard, page), self._shelf.is_held(page)
+        self._tiers.demote(key, at, link, self._shelf.ttl_s(page), is_held=is_held)
 
     def _retain(self, seq: Sequence, start: int, end: int) -> None:
         """Keeps pages `[start, end)` of a sequence as far as its request marked them."""

@@ -61,6 +61,7 @@ class MoveKind(enum.Enum):
     UP = "up"  # write it from host memory into the pool
     DROP = "drop"  # host memory may forget it
     WRITE = "write"  # from host memory to disk
+    KEEP = "keep"  # its file is to say that it is kept for longer
     UNLINK = "unlink"  # the disk may forget it
     READ = "read"  # from disk to host memory
 
@@ -82,7 +83,7 @@ class PageMove(typing.NamedTuple):
     kind: MoveKind
     key: bytes  # names the content, see `prefix_cache`
     at: PageAt | None = None  # of DOWN and UP: where in the pool
-    note: PageNote | None = None  # of WRITE
+    note: PageNote | None = None  # of WRITE and KEEP
 
 
 class MoveNews(typing.NamedTuple):

@@ -1,11 +1,11 @@
 """`LLM.save_prefix`: a prompt's pages go to disk now, not only when memory runs out."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxkv.engine import MAX_WAIT_S, Engine
 from jaxkv.errors import CapacityError, RequestError
-from jaxkv.request import Request
+from jaxkv.request import Request, RequestOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,19 +18,19 @@ class SavedPrefix:
 
 
 def save_prefix(
-    engine: Engine, request: Request, compute: Callable[[], object], ttl_s: float | None = None
+    engine: Engine, request: Request, compute: Callable[[], Iterable[RequestOutput]], ttl_s: float | None = None
 ) -> SavedPrefix:
     """Writes the full pages of a request's prompt, and waits until they are on the disk.
 
     Args:
         engine: its scheduler knows the pages.
         request: its prompt and salt count; it is not queued.
-        compute: runs the prompt, if not all of its pages are known.
+        compute: runs the prompt, if not all of its pages are known; what came of it.
         ttl_s: how long they are to be kept, from their last use on; None: while there is room.
 
     Raises:
         RequestError: the engine has no disk tier.
-        CapacityError: not all could be written.
+        CapacityError: the prompt could not be computed, or not all pages could be written.
     """
     scheduler, folder = engine.scheduler, engine.mover.store.folder
     if folder is None:
@@ -39,7 +39,9 @@ def save_prefix(
     done, num_known = scheduler.save(request, ttl_s)
     _flush(engine)
     if num_known < num_pages:
-        compute()
+        for output in compute():
+            if (error := output.outputs[0].error) is not None:
+                raise CapacityError(f"the prompt's pages could not be computed: {error}")
     while done < num_pages:
         before = done
         done, num_known = scheduler.save(request, ttl_s)
@@ -60,8 +62,7 @@ def save_prefix(
 
 def _flush(engine: Engine) -> None:
     """Carries out what was decided, and waits until nothing is to be written any more."""
-    engine.mover.move()
-    while engine.scheduler.tiers.num_outgoing:
+    engine.move_pages()
+    while engine.scheduler.tiers.num_outgoing or engine.mover.store.is_busy:
         engine.mover.wait(MAX_WAIT_S)
-        engine.mover.report()
-        engine.mover.move()
+        engine.move_pages()

@@ -12,12 +12,12 @@ No clock, no jax, no sets: the same calls give the same plans on every host (beh
 """
 
 import collections
-import heapq
 
 import numpy as np
 
 from jaxkv.admission import check_cached, check_fits
 from jaxkv.config import SchedulerConfig
+from jaxkv.deadlines import Deadlines
 from jaxkv.events import Committed, Finished, NewTokens, Scores
 from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.holds import Holds
@@ -48,7 +48,7 @@ class Scheduler:
         self._num_planned = 0
         self._committed_id = -1
         self._just_chunked: list[tuple[Sequence, int]] = []  # sequences with a chunk in the newest plan, and its end
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap: (when, arrival, request id)
+        self._deadlines = Deadlines(self._is_alive)
 
     @property
     def tiers(self) -> PageTiers:
@@ -86,10 +86,7 @@ class Scheduler:
         self._roster.add(request, self._num_planned, watched, held)
         if request.deadline_s is not None:
             arrival = self._roster.sequences(request.request_id)[0].rank[1]
-            heapq.heappush(self._deadlines, (request.deadline_s, arrival, request.request_id))
-            if len(self._deadlines) > 2 * self._roster.num_requests + 64:  # mostly of requests that are over
-                self._deadlines = [entry for entry in self._deadlines if self._is_alive(entry)]
-                heapq.heapify(self._deadlines)
+            self._deadlines.add(request.request_id, arrival, request.deadline_s, self._roster.num_requests)
 
     def set_grammar(self, request_id: str, grammar: CompiledGrammar) -> None:
         """A held request's grammar is ready: it joins the queue, ranked by its arrival."""
@@ -101,10 +98,8 @@ class Scheduler:
 
     def expire(self, now_s: float) -> None:
         """Ends requests whose deadline is not after `now_s` (the caller's clock); they keep their partial output."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            entry = heapq.heappop(self._deadlines)
-            if self._is_alive(entry):
-                self._end_request(entry[2], Ending(FinishReason.ABORT))
+        for request_id in self._deadlines.pop_due(now_s):
+            self._end_request(request_id, Ending(FinishReason.ABORT))
 
     def finish(
         self,
@@ -238,9 +233,8 @@ class Scheduler:
         """Asserts that every structure tells the same story; for tests."""
         self._roster.check()
 
-    def _is_alive(self, entry: tuple[float, int, str]) -> bool:
-        """Whether the request of a deadline is not over; its id may have been used again."""
-        _, arrival, request_id = entry
+    def _is_alive(self, request_id: str, arrival: int) -> bool:
+        """Whether the request that arrived so is not over; its id may have been used again."""
         group = self._roster.sequences(request_id)
         return bool(group) and group[0].rank[1] == arrival
 

@@ -48,7 +48,7 @@ class Shelf:
     @property
     def num_retained(self) -> int:
         """Pages on the shelf before their deadline; those that sessions hold have none."""
-        return len(self._retained)
+        return sum(page not in self._held for page in self._retained)
 
     @property
     def num_held(self) -> int:
@@ -109,6 +109,10 @@ class Shelf:
             del self._held[page]
             if was_here:
                 self.add(page)
+
+    def is_held(self, page: int) -> bool:
+        """Whether `hold` keeps a page."""
+        return page in self._held
 
     def ttl_s(self, page: int) -> float | None:
         """How long a page is to be kept from its last use on; None: nobody asked, or the time is over."""

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.plan import PageNote
-from jaxkv.tiers import OnDisk
+from jaxkv.tier import OnDisk
 
 log = logging.getLogger(__name__)
 

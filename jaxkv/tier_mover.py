@@ -49,7 +49,7 @@ class TierMover:
 
     def move(self) -> None:
         """Carries out what was decided with the newest plan; call it before that is dispatched."""
-        for kind, moves in itertools.groupby(self._scheduler.tiers.take_moves(), key=lambda move: move.kind):
+        for kind, moves in itertools.groupby(gather(self._scheduler.tiers.take_moves()), key=lambda move: move.kind):
             match kind:
                 case MoveKind.DOWN:
                     self._down(list(moves))
@@ -79,9 +79,41 @@ class TierMover:
                 self.store.unlink(move.key)
             case MoveKind.READ:
                 self.store.read(move.key)
+            case MoveKind.KEEP:
+                assert move.note is not None, move
+                self.store.keep(move.key, move.note)
             case _:
                 assert move.note is not None, move
                 self.store.write(move.key, move.note)
+
+
+def gather(moves: list[PageMove]) -> list[PageMove]:
+    """Pages going down next to each other, as far as that changes nothing: a call of the device moves up to 64.
+
+    One may pass what happens below to other pages, but not an `UP`, which may overwrite its memory.
+    """
+    gathered: list[PageMove] = []
+    downs: list[PageMove] = []
+    others: dict[bytes, None] = {}  # keys of `rest`
+    rest: list[PageMove] = []
+
+    def settle() -> None:
+        gathered.extend([*downs, *rest])
+        for held in (downs, rest, others):
+            held.clear()
+
+    for move in moves:
+        if move.kind is MoveKind.UP or (move.kind is MoveKind.DOWN and move.key in others):
+            settle()  # one that was dropped and goes down again must not be dropped after that
+        if move.kind is MoveKind.DOWN:
+            downs.append(move)
+        elif move.kind is MoveKind.UP:
+            gathered.append(move)
+        else:
+            rest.append(move)
+            others[move.key] = None
+    settle()
+    return gathered
 
 
 def _rounds(moves: list[PageMove], size: int) -> list[list[PageMove]]:

@@ -44,12 +44,12 @@ class TierStore:
         self._pages: dict[bytes, Future[np.ndarray]] = {}
         self._news: list[tuple[MoveNews, Future[np.ndarray]]] = []
         self._has_news = threading.Condition()
-        self._num_busy = 0  # WRITEs and READs whose news is to come
+        self._num_busy = 0  # WRITEs, READs and KEEPs that are not done
         self._has_warned = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether news of a READ or WRITE is still to come, or to be taken."""
+        """Whether the disk is at work, or news is to be taken."""
         with self._has_news:
             return self._num_busy > 0 or bool(self._news)
 
@@ -96,6 +96,12 @@ class TierStore:
             self._num_busy += 1
         self._writing.submit(self._write, key, note, page)
 
+    def keep(self, key: bytes, note: PageNote) -> None:
+        """Has a page's file say what `note` says, after what was asked for before; there is no news of it."""
+        with self._has_news:
+            self._num_busy += 1
+        self._writing.submit(self._keep, key, note)
+
     def unlink(self, key: bytes) -> None:
         """Removes a page's file, after what was asked for before."""
         if self.folder is not None:
@@ -133,6 +139,19 @@ class TierStore:
             log.debug("not writing %s", key.hex(), exc_info=True)
         finally:
             self._tell(MoveNews(MoveKind.WRITE, key, is_done), page)
+
+    def _keep(self, key: bytes, note: PageNote) -> None:
+        try:
+            assert self.folder is not None
+            self.folder.write(key, note, self.folder.read(key))
+        except OSError as error:
+            self._warn(error)
+        except PageFileError:  # whoever wants to read it will hear of it
+            log.debug("not keeping %s", key.hex(), exc_info=True)
+        finally:
+            with self._has_news:
+                self._num_busy -= 1
+                self._has_news.notify_all()
 
     def _read(self, key: bytes, page: Future[np.ndarray]) -> None:
         try:

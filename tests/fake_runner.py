@@ -266,6 +266,17 @@ class Loop:
             self.commit()
         return plan
 
+    def fail(self) -> None:
+        """The device fails: what was planned is lost, and so are its pages."""
+        self.results.clear()
+        self.scheduler.fail_all("the device failed")
+        step = self.scheduler.stats().num_steps
+        self.runner = FakeRunner(self.config)
+        self.runner._next_step = step
+        self.mover = TierMover(self.scheduler, self.runner, self.mover.store)
+        self.mover.store.reset()
+        self._take(self.scheduler.take_finished())
+
     def drain(self, max_turns: int = 10_000) -> None:
         """Runs until everything is finished and nothing is in flight."""
         for _ in range(max_turns):

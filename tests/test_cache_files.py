@@ -101,3 +101,13 @@ def test_a_wrong_command_is_refused(arguments: list[str], tmp_path, monkeypatch,
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and capsys.readouterr().err
+
+
+def test_ls_ends_where_headers_lie(folder: PageFolder, tmp_path, capsys):
+    """One that is its own parent, and two that are each other's."""
+    for name, parent, index in (("p", "p", 1), ("q", "r", 1), ("r", "q", 2)):
+        folder.write(key(name), PageNote(key(parent), index, None), np.zeros(folder.page.shape, folder.page.bits))
+    folder.write(key("s"), PageNote(key("p"), 2, None), np.zeros(folder.page.shape, folder.page.bits))
+    assert main(["cache", "ls", str(tmp_path), "--json"]) == 0
+    rows = {bytes.fromhex(row["key"]).decode()[0]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows["s"]["pages"] == 2 and not rows["s"]["whole"]

@@ -101,7 +101,9 @@ LOAD_OPTIONS = (
     Option("host_cache_bytes", "host memory for cached pages that the pool has no room for", "N", int),
     Option("cache_dir", "folder for those that host memory has no room for; a later start finds them", "FOLDER"),
     Option("disk_cache_bytes", "budget of this model's pages there (default: 10 GiB)", "N", int),
-    Option("demote", "which cached pages go down: retained (those somebody asked to keep) or all", "WHICH"),
+    Option(
+        "demote", "which cached pages go down: retained (those somebody asked to keep, or of a session) or all", "WHICH"
+    ),
     Option("grammar_bytes", "memory for the tables of structured outputs", "N", int),
     Option("overlap", "read each step before the next one is dispatched", kind="off"),
     Option("tensor", "devices over which weights and K/V heads are split", "N", int),

@@ -33,8 +33,8 @@ class Message(Fields):
     annotations: Annotated[list[Any], pydantic.Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Many templates read the content of every message, so one that only calls tools has an empty one."""
-        return {"content": "", **self.model_dump(exclude_none=True, exclude={"annotations"})}
+        """As `ChatTemplate.render` takes it."""
+        return self.model_dump(exclude_none=True, exclude={"annotations"})
 
 
 class ChatFields(SamplingFields):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -76,8 +77,10 @@ def test_warm_is_cold_over_all_tiers_under_forced_evictions(tmp_path, model, col
     assert stats.pages_on_host * stats.page_bytes <= host * FILE and stats.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kv_dtype", "tensor"),
+    [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4), ("float8_e4m3fn", 2)],
+)
 def test_another_start_on_other_devices_reads_the_same_files(tmp_path, model, kv_dtype: str, tensor: int):
     """Written by one device; four devices hold two copies of each KV head."""
     llm = LLM.load(model, **SETTINGS, cache_dir=tmp_path, kv_dtype=kv_dtype)
@@ -159,6 +162,35 @@ def test_a_disk_budget_holds_and_a_prefix_that_exceeds_it_is_refused(tmp_path, m
     with pytest.raises(CapacityError, match="its budget holds 3 pages; raise disk_cache_bytes"):
         small.save_prefix(PROMPTS[0])
     check_idle(small)
+
+
+def test_a_prefix_is_saved_beside_requests_that_run(tmp_path, model, cold):
+    """One of them with the same prompt; the pool has no room for the second one's until the first has ended."""
+    llm = LLM.load(model, **SETTINGS | {"num_pages": 13}, cache_dir=tmp_path)
+    builder = llm.enqueue(llm.prepare(PROMPTS[0], PARAMS))
+    llm.step()
+    assert llm.save_prefix(PROMPTS[0]).num_pages == 5 and llm.save_prefix(PROMPTS[1]).num_pages == 5
+    assert builder.output is not None
+    check_same(builder.output, cold[0])
+    with pytest.raises(RequestError, match="max_len"):
+        llm.save_prefix(PROMPTS[0] * 3)
+    check_idle(llm)
+
+
+def test_a_device_that_fails_while_a_prefix_is_saved(tmp_path, model, cold, monkeypatch):
+    llm = LLM.load(model, **SETTINGS, cache_dir=tmp_path)
+    llm.generate([PROMPTS[0]], PARAMS)
+
+    def fail(pages: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.runner, "read_pages", fail)
+        with pytest.raises(CapacityError, match="0 of 5 pages"):
+            llm.save_prefix(PROMPTS[0])
+    check_idle(llm)
+    assert llm.save_prefix(PROMPTS[0]).num_pages == 5
+    check_same(llm.generate([PROMPTS[0]], PARAMS)[0], cold[0])
 
 
 def test_an_unwritable_folder_is_a_warning_and_the_engine_lives(tmp_path, model, cold, caplog):

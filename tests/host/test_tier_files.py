@@ -2,22 +2,27 @@
 
 import logging
 import os
+import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxkv.plan import PageNote
+from jaxkv.tier import OnDisk
 from jaxkv.tier_files import (
     ABANDONED_S,
     DIGEST_BYTES,
     HEADER_BYTES,
     MAGIC,
+    WRITING,
     PageFileError,
     PageFolder,
     PageFormat,
 )
-from jaxkv.tiers import OnDisk
 
 ROOT, KEY, PARENT = b"r" * 32, b"k" * 32, b"p" * 32
 NOTE = PageNote(PARENT, 3, 60.0)
@@ -121,6 +126,68 @@ def test_a_write_that_fails_leaves_nothing(folder: PageFolder, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         folder.write(KEY, NOTE, make_kv(folder.page))
     assert list(folder.folder.iterdir()) == []
+
+
+# Writes pages of 4 MB without end, and says so; `limit` is what the kernel lets a file have.
+WRITER = """
+import pathlib, resource, sys
+from tests.host.test_tier_files import NOTE, PageFolder, large_format, large_kv, numbered
+folder = PageFolder(pathlib.Path(sys.argv[1]), large_format())
+if limit := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+for number in range(10**6):
+    folder.write(numbered(number % 7), NOTE, large_kv(number % 7))
+    print(number, flush=True)
+"""
+
+
+def large_format() -> PageFormat:
+    return make_format(shape=(64, 2, 8, 16, 64))
+
+
+def large_kv(number: int) -> np.ndarray:
+    page = large_format()
+    return np.full(page.shape, number + 1, page.bits)
+
+
+def numbered(number: int) -> bytes:
+    return bytes([number + 1]) * 32
+
+
+def start_writer(folder: Path, limit: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(folder), str(limit)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_pages_only(tmp_path, caplog):
+    rng, num_half = random.Random(0), 0
+    for _ in range(4):
+        writer = start_writer(tmp_path)
+        assert writer.stdout is not None and writer.stdout.readline() == "0\n"
+        time.sleep(rng.uniform(0.0, 0.1))
+        writer.kill()
+        writer.communicate()
+        folder = PageFolder(tmp_path, large_format())
+        found = folder.scan()
+        assert found, "the first page was whole"
+        for page in found:
+            assert np.array_equal(folder.read(page.key), large_kv(page.key[0] - 1))
+        half = [path for path in folder.folder.iterdir() if path.name.startswith(WRITING)]
+        num_half += len(half)
+        for path in half:
+            os.utime(path, (1, 1))
+        folder.scan()
+        assert len(list(folder.folder.iterdir())) == len(found), "what was half written goes"
+    assert not caplog.records
+    print(f"{num_half} of 4 were in the middle of a page")
+
+
+def test_a_file_that_the_kernel_refuses_leaves_nothing(tmp_path):
+    """As on a full disk, the write itself fails, after a part of it."""
+    writer = start_writer(tmp_path, limit=1 << 20)
+    _, errors = writer.communicate(timeout=60)
+    assert writer.returncode == 1 and "File too large" in errors
+    assert list(PageFolder(tmp_path, large_format()).folder.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_empty_and_one_that_is_a_file_is_said(folder: PageFolder, tmp_path, caplog):

@@ -17,6 +17,7 @@ import pytest
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import CapacityError
+from jaxkv.holds import Hold
 from jaxkv.tier_files import HEADER_BYTES
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.host.test_scheduler_properties import BASE, SchedulerMachine, configs
@@ -139,8 +140,10 @@ class Storm:
             "damage",
             "idle",
             "kill",
+            "hold",
+            "fail",
         ]
-        weights = [30, 60, 40, 20, 4, 2, 30, 2, 0.1, 0.3, 2, 1, 0.3]
+        weights = [30, 60, 40, 20, 4, 2, 30, 3, 0.1, 0.3, 6, 1, 0.3, 2, 0.2]
         for name in self.rng.choices(names, weights, k=num):
             getattr(self, name)()
 
@@ -162,6 +165,21 @@ class Storm:
 
     def abort(self) -> None:
         self.loop.scheduler.abort(str(self.rng.randrange(max(self.num_requests - 6, 0), self.num_requests + 1)))
+
+    def hold(self) -> None:
+        """A session begins or ends."""
+        holds, rng = self.loop.scheduler.holds, self.rng
+        if self.holds and rng.random() < len(self.holds) / 4:
+            holds.end(self.holds.pop(rng.randrange(len(self.holds))))
+        else:
+            prompt = make_prompt(rng.choice([8, 16, 24]), rng.randrange(5))
+            self.holds.append(holds.take(prompt, rng.choice(["", "", "x"])))
+
+    def fail(self) -> None:
+        """The device fails, before or after what was planned with the newest step was carried out."""
+        if self.rng.random() < 0.5:
+            self.loop.scheduler.plan(self.loop.now_s)
+        self.loop.fail()
 
     def time(self) -> None:
         self.loop.now_s += self.rng.choice([1.0, 5.0, 30.0])
@@ -220,6 +238,7 @@ class Storm:
                 max_outgoing=rng.choice([2, 50]), max_staged=9, demote=rng.choice(["retained", "all"]),
             ),
         )  # fmt: skip
+        self.holds: list[Hold] = []
         self.stage = Below(config, self.folder, at_once=rng.random() < 0.3)
         self.loop = self.stage.start()
 

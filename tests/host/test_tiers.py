@@ -7,8 +7,10 @@ import pytest
 
 from jaxkv.config import TierConfig
 from jaxkv.errors import ConfigError
-from jaxkv.plan import MoveKind, PageAt
-from jaxkv.tiers import OnDisk, PageTiers
+from jaxkv.plan import MoveKind, MoveNews, PageAt, PageMove
+from jaxkv.tier import OnDisk, Tier
+from jaxkv.tier_mover import gather
+from jaxkv.tiers import PageTiers
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.fake_runner import Loop, run
 from tests.host.test_retention import flood
@@ -89,6 +91,18 @@ def test_save_writes_what_the_device_has_at_once(tmp_path):
     assert loop.scheduler.num_on_disk(make_request("s", PREFIX)) == 4 == len(stage.files())
     assert loop.scheduler.save(make_request("s", PREFIX), None) == (4, 4), "once is enough"
     assert not loop.scheduler.tiers.take_moves()
+
+
+def test_a_longer_time_to_live_reaches_files_that_are_there(tmp_path):
+    """Else a restart would know only the first one."""
+    stage = below(tmp_path)
+    loop = stage.start()
+    ask(loop, [*PREFIX, 1, 2])
+    for ttl_s, said in [(None, None), (60.0, 60.0), (9.0, 60.0), (3600.0, 3600.0)]:
+        assert loop.scheduler.save(make_request("s", PREFIX), ttl_s) == (4, 4)
+        check_bytes(loop)
+        assert [page.ttl_s for page in stage.folder.scan()] == [said] * 4 and not stage.store.is_busy
+    assert ask(stage.start(), [*PREFIX, 9]) == 16
 
 
 def test_a_page_under_a_salt_is_never_found_without_it(tmp_path):
@@ -319,3 +333,102 @@ def test_impossible_budgets_are_refused():
         TierConfig(host_pages=-1)
     with pytest.raises(ConfigError, match="demote='none' must be one of retained, all"):
         TierConfig(demote="none")
+
+
+def test_what_is_over_is_worth_no_more_below_than_what_nobody_keeps():
+    kept = PageTiers(tiers(host_pages=1, disk_pages=2, demote="all"))
+    down(kept, 1, 5.0)
+    kept.advance(10.0)
+    down(kept, 2, 100.0)  # 1 goes on to disk, and its time is over
+    assert kinds(kept) == [(MoveKind.DOWN, 1), (MoveKind.WRITE, 1), (MoveKind.DOWN, 2)]
+    assert kept.ttl_s(key(1)) is None and kept.ttl_s(key(2)) == 100.0
+
+
+def test_one_that_is_over_is_not_kept_anew_by_being_used():
+    tier = Tier(2)
+    tier.add(key(1), 5.0)
+    tier.advance(10.0)
+    tier.touch(key(1))
+    tier.pin(key(1))
+    tier.unpin(key(1))
+    assert tier.ttl_s(key(1)) is None and tier.pop(for_kept=False) == (key(1), None)
+    tier.add(key(2), 50.0, left_s=1.0)
+    tier.touch(key(2))
+    tier.advance(40.0)
+    assert tier.pop(for_kept=False) is None and tier.ttl_s(key(2)) == 50.0, (
+        "what is used in time is kept all of it again"
+    )
+    tier.check()
+
+
+def test_a_reset_still_removes_files_that_made_room():
+    kept = PageTiers(tiers(disk_pages=1))
+    kept.restore([OnDisk(key(1), None, 30.0)], 0.0)
+    down(kept, 2, 9.0)
+    kept.reset()
+    assert kinds(kept) == [(MoveKind.UNLINK, 1)]
+    kept.check()
+
+
+def test_read_pages_that_go_down_again_leave_no_trace():
+    """Read from disk, lost there, and given up by the device once more, all while they lie beside the budget."""
+    kept = PageTiers(tiers(host_pages=1, disk_pages=1, demote="all"))
+    kept.restore([OnDisk(key(1), None, 30.0)], 0.0)
+    assert not kept.is_ready(kept.run([key(1)]))
+    kept.heed([MoveNews(MoveKind.READ, key(1), True)])
+    assert kept.is_ready([key(1)])
+    kept.save(key(7), PageAt(0, 7), (key(6), 7), None)  # takes the disk's only place
+    down(kept, 1)
+    down(kept, 2)
+    kept.check()
+    kept.start_round(is_wanted=False)
+    kept.check()
+
+
+def test_pages_to_read_that_are_gone_are_not_asked_for():
+    kept = PageTiers(tiers(disk_pages=1))
+    assert not kept.is_ready([key(1)]) and not kinds(kept)
+
+
+def test_pages_go_down_together_unless_that_would_change_what_is_read():
+    def move(kind: MoveKind, number: int) -> PageMove:
+        return PageMove(kind, key(number), PageAt(0, number))
+
+    d, u, w, x = MoveKind.DOWN, MoveKind.UP, MoveKind.WRITE, MoveKind.DROP
+    for before, after in [
+        ([(d, 1), (w, 1), (d, 2), (w, 2)], [(d, 1), (d, 2), (w, 1), (w, 2)]),
+        ([(d, 1), (x, 9), (u, 1), (d, 2)], [(d, 1), (x, 9), (u, 1), (d, 2)]),
+        ([(w, 1), (x, 1), (d, 2), (d, 1)], [(d, 2), (w, 1), (x, 1), (d, 1)]),
+    ]:
+        assert gather([move(*one) for one in before]) == [move(*one) for one in after]
+
+
+def test_what_a_session_holds_goes_down_and_is_promised(tmp_path):
+    loop = below(tmp_path, tiers=tiers(host_pages=3, disk_pages=20)).start()
+    ask(loop, [*PREFIX, 1, 2])
+    hold = loop.scheduler.holds.take(PREFIX, "")
+    big(loop, 1)
+    stats = loop.scheduler.stats()
+    assert stats.num_held_evictions == stats.num_demoted_pages == 4 and stats.num_dropped_pages == 0
+    assert loop.scheduler.holds.look_up(hold).num_pages == 4
+    assert ask(loop, [*PREFIX, 9]) == 16
+    assert loop.scheduler.stats().pages_retained == 0, "it is held, not kept by a deadline"
+    loop.scheduler.holds.end(hold)
+    check_bytes(loop)
+
+
+def test_nobody_waits_for_a_prefix_that_comes_up_under_another_salt(tmp_path):
+    stage = below(tmp_path, num_pages=40, max_rows=4)
+    loop = stage.start()
+    ask(loop, [*PREFIX, 1], salt="x")
+    loop.scheduler.save(make_request("s", PREFIX, salt="x"), None)
+    check_bytes(loop)
+    stage.at_once = False
+    loop = stage.start()
+    loop.add(make_request("theirs", [*PREFIX, 5], max_tokens=2, salt="x"))
+    loop.add(make_request("ours", [*PREFIX, 5], max_tokens=2))
+    loop.dispatch()
+    assert loop.plans[-1].chunks and loop.scheduler.stats().num_running == 1, "ours is computed at once"
+    stage.store.work()
+    loop.drain()
+    assert loop.finished["ours", 0].cached_tokens == 0 and loop.finished["theirs", 0].cached_tokens == 16

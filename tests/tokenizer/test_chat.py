@@ -118,6 +118,12 @@ class TestLayout:
         text = ChatTemplate(SMOLLM2).render(SYSTEM_CHATS["empty system"])
         assert text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\n")
 
+    @pytest.mark.parametrize("lacks", [{"content": None}, {}])
+    def test_an_answer_that_only_calls_tools_has_empty_text(self, lacks: dict[str, Any]) -> None:
+        template = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}")
+        call = {"function": {"name": "f", "arguments": {}}}
+        assert template.render([USER, {"role": "assistant", **lacks, "tool_calls": [call]}]).endswith(";assistant:;")
+
     def test_parts_are_joined_where_the_template_wants_text(self) -> None:
         parts = [{"type": "text", "text": "a"}, "b"]
         assert "user\na\nb<|im_end|>" in ChatTemplate(SMOLLM2).render([{"role": "user", "content": parts}])
