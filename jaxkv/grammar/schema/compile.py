@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any, Literal
 
 from jaxkv.grammar.automaton import ByteAutomaton
@@ -80,7 +81,11 @@ def compile_schema(
         InvalidSchema: the schema is wrong.
         TooLarge: over the budget at every level.
     """
-    reader = _Prepared(_own_copy(schema), Reading(additional == "closed", strict, formats), budget)
+    own = _own_copy(schema)
+    try:
+        reader = _Prepared(own, Reading(additional == "closed", strict, formats), budget)
+    except RecursionError:
+        raise TooLarge("the schema is nested too deeply; use the host matcher") from None
     failure: TooLarge | None = None
     for level in (*LEVELS, *SHALLOW_LEVELS) if shallow else LEVELS:
         for counters in (True, False):
@@ -102,9 +107,21 @@ def compile_schema(
 def _own_copy(schema: dict[str, Any] | bool | str) -> Any:
     """The schema as JSON makes it, with no object in two places."""
     try:
-        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except InvalidSchema:
+        raise
     except (TypeError, ValueError) as error:
         raise InvalidSchema(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidSchema("the schema is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidSchema(f"the schema has the number {text}, which is not a finite one")
+    return value
 
 
 class _Prepared:
