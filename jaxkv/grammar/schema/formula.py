@@ -22,8 +22,8 @@ class Formula:
 
     - `type` (mask): the value is of one of these types. True and False are types of their own.
     - string: `pattern` (automaton), `no_pattern` (automaton), `length` (least, most or None).
-    - number: `compare` (relation, decimal), `multiple` (decimal), `no_multiple` (decimal), `numbers` (decimals), `written` ("integer", or "other"
-      for all other texts): draft 4 goes by how a number is written.
+    - number: `compare` (relation, decimal), `multiple` (decimal), `no_multiple` (decimal), `numbers` (decimals), `written`
+      ("integer" or "other"): draft 4 goes by how a number is written.
     - array: `items` (formula of each first item, formula of all others), `count` (least, most),
       `contains` (formula, least, most, from which index), `unique` (path), `repeated` (path).
     - object: `properties` ((name, formula), ...; (automaton of names, formula), ...; formula of all others), `required` (name),

@@ -292,6 +292,29 @@ def test_relaxing_leaves_out_and_reports():
     assert compile_schema({"type": "string"}, strict=False).relaxed == ()
 
 
+def test_a_shallow_reading_allows_less_and_reports_it():
+    names = {"type": "array", "uniqueItems": True, "items": {"type": "string"}}
+    compiled = compile_schema({"properties": {"a": names, "b": names | {"minItems": 2}}}, shallow=True)
+    assert compiled.restricted == ("uniqueItems@#/properties/a/uniqueItems", "uniqueItems@#/properties/b/uniqueItems")
+    texts = ("{}", '{"a":[]}', '{"a":["x"]}', '{"a":["x","x"]}', '{"a":["x","y"]}', '{"b":["x"]}')
+    assert [compiled.automaton.matches(text) for text in texts] == [True, True, True, False, False, False]
+    with pytest.raises(UnsupportedSchema, match="uniqueItems"):
+        compile_schema(names | {"minItems": 2}, shallow=True)
+
+
+def test_large_recursive_schemas_are_cut_at_a_depth():
+    parts = {
+        f"p{i}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/p{j}"} for j in range(9)]}} for i in range(9)
+    }
+    for name, part in parts.items():  # told apart, so that each may be in each
+        part["prefixItems"] = [{"const": name}]
+        part["minItems"] = 1
+    schema = {"$ref": "#/$defs/p0", "$defs": parts}
+    compiled = compile_schema(schema, shallow=True)
+    assert compiled.level.deep < 10
+    assert compiled.automaton.matches('["p0",["p3"],["p8",["p1"]]]') and not compiled.automaton.matches('["p0",["q"]]')
+
+
 def test_formats_without_an_automaton_are_annotations():
     compiled = compile_schema({"properties": {"a": {"format": "regex"}, "b": {"format": "date"}}})
     assert compiled.annotations == ("format@#/properties/a/format",)
