@@ -24,7 +24,7 @@ class Borrowing:
         is_head[head] = True
         own = np.flatnonzero(is_head[rows.single.origin])
         key = rows.single.origin[own] * np.int64(stride) + rows.single.where[own]
-        order = np.argsort(key)
+        order = np.argsort(key, kind="stable")  # nearly sorted
         self._own, self._own_key = own[order], key[order]
 
     def sums(self, values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from jaxkv.grammar.host import HostGrammars, JsonWatch
 from jaxkv.grammar.restrict import restrict
 from jaxkv.grammar.tables import TokenTables, build_tables
 from jaxkv.grammar.vocabulary import TokenVocabulary
-from jaxkv.structured import Form, ToolCalls
+from jaxkv.structured import Form, JsonSchema, ToolCalls, Triggered
 
 CACHE_BYTES = 512 << 20  # of tables kept for requests to come
 NUM_THREADS = 2
@@ -89,16 +89,37 @@ class GrammarCompiler:
         self, key: str, form: Form, vocabulary: TokenVocabulary, allowed: tuple[int, ...] | None
     ) -> CompiledGrammar:
         try:
-            automaton = to_automaton(form)
-            if automaton.is_empty:
-                raise RequestError(f"{form.kind}: no text fulfils it")
-            tables = build_tables(automaton, vocabulary)
-            if allowed is not None:
-                tables = restrict(tables, allowed)
-            if not self._fits(tables):
-                raise TooLarge(f"the tables of {tables.nbytes:,} bytes exceed the device's pools")
+            return self._on_device(key, form, vocabulary, allowed)
         except (TooLarge, UnsupportedSchema) as error:
-            return self._on_host(key, form, allowed, error)
+            reason = error
+        try:
+            return self._on_host(key, form, allowed, reason)
+        except RequestError:
+            if not isinstance(form, JsonSchema | ToolCalls | Triggered):
+                raise
+            try:  # neither takes it whole: less of it
+                return self._on_device(key, form, vocabulary, allowed, shallow=True)
+            except RequestError:
+                pass  # the first reason says more
+            raise
+
+    def _on_device(
+        self,
+        key: str,
+        form: Form,
+        vocabulary: TokenVocabulary,
+        allowed: tuple[int, ...] | None,
+        *,
+        shallow: bool = False,
+    ) -> OnDevice:
+        automaton = to_automaton(form, shallow=shallow)
+        if automaton.is_empty:
+            raise RequestError(f"{form.kind}: no text fulfils it")
+        tables = build_tables(automaton, vocabulary)
+        if allowed is not None:
+            tables = restrict(tables, allowed)
+        if not self._fits(tables):
+            raise TooLarge(f"the tables of {tables.nbytes:,} bytes exceed the device's pools")
         self._keep(key, tables.nbytes)
         return OnDevice(key, tables)
 

@@ -34,6 +34,18 @@ def integer() -> ByteAutomaton:
 
 
 @functools.cache
+def written_integer() -> ByteAutomaton:
+    """Numbers that are written without point and exponent, which is what draft 4 calls integers."""
+    return compile_regex(r"-?(0|[1-9][0-9]*)")
+
+
+@functools.cache
+def written_otherwise() -> ByteAutomaton:
+    """Numbers with a point or an exponent."""
+    return algebra.difference(number(), written_integer())
+
+
+@functools.cache
 def fractional() -> ByteAutomaton:
     """Numbers that are not integers."""
     return compile_regex(r"-?((0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*|[1-9](\.[0-9]+)?[eE]-[0-9]*[1-9][0-9]*)")
@@ -60,7 +72,7 @@ class _Bound:
     """Compares the magnitude of a number, as it is read, with that of `bound`."""
 
     def __init__(self, bound: Decimal) -> None:
-        magnitude = abs(bound)
+        magnitude = bound.copy_abs()  # `abs` rounds to 28 digits
         whole, _, fraction = f"{magnitude:f}".partition(".")
         self.whole = whole.lstrip("0")
         self.fraction = fraction.rstrip("0")
@@ -205,7 +217,7 @@ def compared(relation: str, bound: Decimal) -> ByteAutomaton:
 @functools.lru_cache(maxsize=512)
 def equal(value: Decimal) -> ByteAutomaton:
     """The texts of one number: plain with any zeros at the end, or as Python writes it."""
-    whole, _, fraction = f"{abs(value):f}".partition(".")
+    whole, _, fraction = f"{value.copy_abs():f}".partition(".")
     fraction = fraction.rstrip("0")
     if len(whole) + len(fraction) > _MAX_DIGITS:
         return choice([_python_text(value)])
@@ -226,7 +238,8 @@ def equal_any(values: tuple[Decimal, ...]) -> ByteAutomaton:
 
 
 def _python_text(value: Decimal) -> str:
-    return repr(float(value)) if abs(value.adjusted()) < 300 else f"{value:e}"
+    text = repr(float(value)) if abs(value.adjusted()) < 300 else ""
+    return text if text and Decimal(text) == value else f"{value:e}"
 
 
 @functools.lru_cache(maxsize=64)

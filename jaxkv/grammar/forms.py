@@ -20,8 +20,13 @@ from jaxkv.tool_formats import BY_NAME, PYTHON_TAG, ToolFormat
 log = logging.getLogger(__name__)
 
 
-def to_automaton(form: Form, budget: Budget | None = None) -> ByteAutomaton:
+def to_automaton(form: Form, budget: Budget | None = None, *, shallow: bool = False) -> ByteAutomaton:
     """The texts of a form.
+
+    Args:
+        form: what outputs look like.
+        budget: limits of states.
+        shallow: see `compile_schema`.
 
     Raises:
         TooLarge: no automaton of a sensible size has the language; a matcher on the host may.
@@ -36,9 +41,12 @@ def to_automaton(form: Form, budget: Budget | None = None) -> ByteAutomaton:
                 additional="closed" if form.closed else "schema",
                 strict=form.strict,
                 budget=budget,
+                shallow=shallow,
             )
             if compiled.relaxed:
                 log.warning("strict=False: not enforced in this schema: %s", ", ".join(compiled.relaxed))
+            if compiled.restricted:
+                log.warning("arrays have at most one item in this schema: %s", ", ".join(compiled.restricted))
             return compiled.automaton
         case JsonObject():
             return compile_schema({"type": "object"}, whitespace=form.whitespace, budget=budget).automaton  # pyright: ignore
@@ -47,15 +55,15 @@ def to_automaton(form: Form, budget: Budget | None = None) -> ByteAutomaton:
         case Choice():
             return choice(form.texts, budget)
         case Triggered():
-            return _triggered(form, budget)
+            return _triggered(form, budget, shallow)
         case ToolCalls():
-            return _tool_calls(form, BY_NAME[form.format], budget)
+            return _tool_calls(form, BY_NAME[form.format], budget, shallow)
         case Grammar():
             raise TooLarge("a context-free grammar has no finite automaton")
     raise AssertionError(form)
 
 
-def _triggered(form: Triggered, budget: Budget) -> ByteAutomaton:
+def _triggered(form: Triggered, budget: Budget, shallow: bool) -> ByteAutomaton:
     """Free text that watches for the beginnings of tags, as Aho and Corasick do (doi:10.1145/360825.360855).
 
     Free text before a tag and after it are two copies, so that `required` knows whether there was one.
@@ -68,7 +76,7 @@ def _triggered(form: Triggered, budget: Budget) -> ByteAutomaton:
     for tag in form.tags:
         rest = FINAL if after is None or tag.end is None else after
         rest = graph.literal(tag.end.encode(), rest) if tag.end is not None else rest
-        entries.append(graph.embed(to_automaton(tag.content, budget), rest))
+        entries.append(graph.embed(to_automaton(tag.content, budget, shallow=shallow), rest))
     before = graph.new(len(step))
     if after is not None:
         _free_text(graph, after, step, complete, entries, may_end=True)
@@ -76,13 +84,17 @@ def _triggered(form: Triggered, budget: Budget) -> ByteAutomaton:
     return determinise(graph, before)
 
 
-def _tool_calls(form: ToolCalls, style: ToolFormat, budget: Budget) -> ByteAutomaton:
+def _tool_calls(form: ToolCalls, style: ToolFormat, budget: Budget, shallow: bool) -> ByteAutomaton:
     """Calls as the model's template writes them; with `choice="auto"` free text may stand before, after, or instead."""
     graph = Graph(budget)
     is_free, may_repeat = form.choice == "auto", form.parallel and form.choice in CHOICES and style.trigger != ""
     after = graph.new()  # what may follow a group of calls
     graph.epsilon(after, FINAL)
-    body = _calls(graph, form, style, after, budget, in_list=may_repeat)
+    contents = [
+        to_automaton(JsonSchema(tool["parameters"], closed=True), budget, shallow=shallow)
+        for tool in form.callable_tools
+    ]
+    body = _calls(graph, form, style, after, contents, in_list=may_repeat)
     if not style.trigger:
         return determinise(graph, _call_or_text(graph, body) if is_free else body)
     step, complete = _watch([style.trigger.encode()])
@@ -111,7 +123,9 @@ def _call_or_text(graph: Graph, body: int) -> int:
     return graph.union([watch, body])
 
 
-def _calls(graph: Graph, form: ToolCalls, style: ToolFormat, after: int, budget: Budget, *, in_list: bool) -> int:
+def _calls(
+    graph: Graph, form: ToolCalls, style: ToolFormat, after: int, contents: list[ByteAutomaton], *, in_list: bool
+) -> int:
     """What follows a trigger: one call, or a list of them, with what surrounds it."""
     closed = graph.literal(style.close.encode(), after)
     end = graph.new()
@@ -120,8 +134,7 @@ def _calls(graph: Graph, form: ToolCalls, style: ToolFormat, after: int, budget:
     if in_list and style.separator is not None:
         graph.epsilon(end, graph.literal(style.separator.encode(), call))
     starts = []
-    for tool in form.callable_tools:
-        arguments = to_automaton(JsonSchema(tool["parameters"], closed=True), budget)
+    for tool, arguments in zip(form.callable_tools, contents, strict=True):
         rest = graph.embed(arguments, graph.literal(b"}", end))
         starts.append(graph.literal(style.begin(tool["name"]).encode(), rest))
     graph.epsilon(call, graph.union(starts))

@@ -130,6 +130,8 @@ class _Painter:
         self._automaton = automaton
         self._rows = rows
         self._vocabulary = vocabulary
+        padding = np.full(-vocabulary.size % 32, -1)
+        self._rank_of_bit = np.concatenate([vocabulary.rank_of, padding]).astype(np.intp)  # -1: no token
         self._token_hash = mix(np.arange(len(vocabulary.strings)), 3)
         self.end_hash = mix(np.array([0]), 4)[0]
         self._single, self._first = rows.single, rows.first
@@ -239,10 +241,7 @@ class _Painter:
         return self._head_flags[head]
 
     def _pack(self, flags: np.ndarray) -> np.ndarray:
-        vocabulary = self._vocabulary
-        bits = np.zeros(-(-vocabulary.size // 32) * 32, bool)
-        bits[: vocabulary.size] = np.append(flags, False)[vocabulary.rank_of]
-        return np.packbits(bits.reshape(-1, 32), axis=1, bitorder="little").view("<u4")[:, 0]
+        return np.packbits(np.append(flags, False)[self._rank_of_bit], bitorder="little").view("<u4")
 
 
 def _sums_before(values: np.ndarray) -> np.ndarray:

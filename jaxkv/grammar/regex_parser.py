@@ -139,9 +139,13 @@ class _Parser:
         self.take("?")  # lazy or not, the language is the same
         if isinstance(atom, Lookahead):
             raise self.fail("a quantified lookahead is not supported")
-        if self.peek() in ("*", "+") and self.peek():
-            raise self.fail("nothing to repeat")
+        self.refuse_quantifier()
         return Repeat(atom, *bounds)
+
+    def refuse_quantifier(self) -> None:
+        """A quantifier may stand only behind what it repeats, and only once."""
+        if (self.peek() and self.peek() in "*+?") or self.braces() is not None:
+            raise self.fail("nothing to repeat")
 
     def braces(self) -> tuple[int, int | None] | None:
         """`{m}`, `{m,}` or `{m,n}`; None if what stands here is no quantifier."""
@@ -176,14 +180,13 @@ class _Parser:
         if self.take("."):
             return Chars(chars.invert(chars.LINE_END))
         if self.take("\\"):
-            return Chars(self.escape(in_class=False))
-        char = self.next()
-        if char in "*+?":
-            raise self.fail(f"nothing to repeat before {char!r}")
-        return Chars(self.single(ord(char)))
+            return Chars(chars.normal(self.escape(in_class=False)))
+        self.refuse_quantifier()
+        return Chars(chars.normal(self.single(ord(self.next()))))
 
     def single(self, code: int) -> Ranges:
-        return chars.normal([(code, code)])
+        """One code point; a surrogate too, as it can be the end of a range."""
+        return ((code, code),)
 
     def group(self) -> Node:
         look: bool | None = None

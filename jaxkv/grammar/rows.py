@@ -66,8 +66,8 @@ def token_rows(automaton: ByteAutomaton, vocabulary: TokenVocabulary, *, barred:
     steps = steps.take(np.argsort(steps.origin, kind="stable"))
     first = np.searchsorted(steps.origin, np.arange(automaton.num_states + 1))
     stops = result.stops
-    ranges = np.stack([outside[stops.origin], trie.low[stops.where], trie.high[stops.where], stops.state], axis=1)
-    return Rows(steps, first, _merge(ranges), tuple(groups))
+    ranges = _merge(outside[stops.origin], trie.low[stops.where], trie.high[stops.where], stops.state)
+    return Rows(steps, first, ranges, tuple(groups))
 
 
 class _HeadStops:
@@ -132,16 +132,20 @@ def expand(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index, np.arange(len(index)) + np.repeat(low - (np.cumsum(sizes) - sizes), sizes)
 
 
-def _merge(ranges: np.ndarray) -> np.ndarray:
-    """Ranges of one state and head that touch become one."""
-    if not len(ranges):
-        return ranges.astype(np.int32)
-    state, low, high, head = ranges.T.astype(np.int64)
-    key = ((state << 20) + head << 22) + low  # an automaton has less than 2**20 states, a vocabulary 2**22 tokens
-    order = np.argsort(key)
-    state, low, high, head = (column[order] for column in (state, low, high, head))
-    starts = np.ones(len(low), bool)
-    starts[1:] = (state[1:] != state[:-1]) | (head[1:] != head[:-1]) | (low[1:] != high[:-1])
+def _merge(state: np.ndarray, low: np.ndarray, high: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """int32 [G, 4]: ranges of one state and head that touch become one."""
+    if not len(state):
+        return np.zeros((0, 4), np.int32)
+    # An automaton has less than 2**20 states, a vocabulary 2**22 tokens.
+    key = (state.astype(np.int64) << 42) + (head.astype(np.int64) << 22) + low
+    order = np.argsort(
+        key, kind="stable"
+    )  # one sorted run a level of the trie: merging is 10 times faster than sorting
+    key, high = key[order], high[order]
+    starts = np.ones(len(key), bool)
+    starts[1:] = key[1:] != (key[:-1] >> 22 << 22) + high[:-1]
     first = np.flatnonzero(starts)
-    last = np.append(first[1:], len(low)) - 1
-    return np.stack([state[first], low[first], high[last], head[first]], axis=1).astype(np.int32)
+    last = np.append(first[1:], len(key)) - 1
+    key = key[first]
+    columns = [key >> 42, key & (1 << 22) - 1, high[last], key >> 22 & (1 << 20) - 1]
+    return np.stack(columns, axis=1).astype(np.int32)

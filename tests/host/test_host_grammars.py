@@ -112,3 +112,14 @@ def test_what_never_fits_the_device_is_matched_on_the_host() -> None:
     assert grammar.accepts(b"ababc") and not grammar.accepts(b"aba")
     with pytest.raises(RequestError, match="only grammars that fit the device can be combined with them"):
         compiler.submit(Regex("(ab)+c"), (97, 98, 99)).result()
+
+
+def test_what_neither_takes_whole_is_served_with_less() -> None:
+    """Items of unlimited variety that must differ: at most one; no repeated one can be written."""
+    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    grammar = COMPILER.submit(JsonSchema(tags)).result()
+    assert isinstance(grammar, OnDevice)
+    texts = (b"[]", b"[12]", b"[1,1]", b"[1,2]")
+    assert [grammar.accepts(text) for text in texts] == [True, True, False, False]
+    with pytest.raises(RequestError, match=r"uniqueItems.*cannot be enforced"):
+        COMPILER.submit(JsonSchema(tags | {"minItems": 2})).result()

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 from typing import Any, Literal
 
 from jaxkv.grammar.automaton import ByteAutomaton
 from jaxkv.grammar.budget import DEFAULT_BUDGET, Budget
 from jaxkv.grammar.determinise import CounterConflict, determinise
-from jaxkv.grammar.errors import InvalidSchema, TooLarge
+from jaxkv.grammar.errors import InvalidSchema, TooLarge, UnsupportedSchema
 from jaxkv.grammar.graph import FINAL, Graph
 from jaxkv.grammar.schema.emptiness import Emptiness
 from jaxkv.grammar.schema.formula import Pool
@@ -17,19 +18,23 @@ from jaxkv.grammar.schema.values import Level, Values
 
 # Tried in turn: small schemas keep all freedom, large ones a fixed order and flat free values.
 LEVELS = (
-    Level(any_order=3, between=True, free=5, nested=5, states=2_000),
-    Level(any_order=0, between=True, free=4, nested=4, states=4_000),
-    Level(any_order=5, between=False, free=3, nested=4, states=3_000),
-    Level(any_order=0, between=False, free=4, nested=4, states=5_000),
-    Level(any_order=0, between=False, free=3, nested=3, states=14_000),
-    Level(any_order=0, between=False, free=2, nested=3, states=40_000),
+    Level(any_order=4, between=True, free=4, extra=2, nested=4, states=500),
+    Level(any_order=3, between=False, free=4, extra=1, nested=4, states=1_000),
+    Level(any_order=0, between=False, free=5, extra=1, nested=4, states=3_000),
+    Level(any_order=3, between=False, free=3, extra=1, nested=3, states=3_000),
+    Level(any_order=0, between=False, free=3, extra=1, nested=3, states=6_000),
+    Level(any_order=0, between=False, free=2, extra=1, nested=3, states=40_000),
 )
 
 
-# When no host matcher takes the schema either: flat free values, and recursion hardly or not at all.
+# When no host matcher takes the schema either: flat free values, recursion hardly or not at all, few levels in all; and
+# arrays whose items must differ have at most one where their values are too many to remember.
 SHALLOW_LEVELS = (
-    Level(any_order=0, between=False, free=1, nested=2, states=40_000),
-    Level(any_order=0, between=False, free=1, nested=1, states=40_000),
+    Level(any_order=0, between=False, free=3, extra=1, nested=3, states=8_000, one_unique=True),
+    Level(any_order=0, between=False, free=1, extra=0, nested=2, states=40_000, one_unique=True),
+    Level(any_order=0, between=False, free=1, extra=0, nested=1, states=40_000, one_unique=True),
+    Level(any_order=0, between=False, free=1, extra=0, nested=1, states=8_000, deep=4, one_unique=True),
+    Level(any_order=0, between=False, free=1, extra=0, nested=1, states=40_000, deep=3, one_unique=True),
 )
 
 
@@ -41,12 +46,14 @@ class CompiledSchema:
         automaton: the JSON texts that are valid, within `level`.
         level: how deep free and recursive values may be, and which orders of properties are accepted.
         relaxed: `keyword@path` of what is not enforced; empty if `strict`.
+        restricted: `keyword@path` of what is enforced by allowing less than the schema does.
         annotations: `format@path` of formats that the standard lets be annotations and that have no automaton here.
     """
 
     automaton: ByteAutomaton
     level: Level
     relaxed: tuple[str, ...]
+    restricted: tuple[str, ...]
     annotations: tuple[str, ...]
 
 
@@ -72,7 +79,7 @@ def compile_schema(
             (anything goes), or nothing else goes, as in the strict mode of OpenAI's `json_schema`.
         strict: refuse what cannot be enforced; else leave it out and report it.
         formats: enforce string formats; else they are annotations.
-        shallow: the host matcher has refused the schema: try `SHALLOW_LEVELS` as well.
+        shallow: the host matcher has refused the schema: try `SHALLOW_LEVELS` instead, which say less of valid values.
         budget: limits of states.
 
     Raises:
@@ -80,9 +87,13 @@ def compile_schema(
         InvalidSchema: the schema is wrong.
         TooLarge: over the budget at every level.
     """
-    reader = _Prepared(_own_copy(schema), Reading(additional == "closed", strict, formats), budget)
+    own = _own_copy(schema)
+    try:
+        reader = _Prepared(own, Reading(additional == "closed", strict, formats), budget)
+    except RecursionError:
+        raise TooLarge("the schema is nested too deeply; use the host matcher") from None
     failure: TooLarge | None = None
-    for level in (*LEVELS, *SHALLOW_LEVELS) if shallow else LEVELS:
+    for level in SHALLOW_LEVELS if shallow else LEVELS:
         for counters in (True, False):
             try:
                 return reader.compile(level, flexible=whitespace == "flexible", counters=counters)
@@ -102,9 +113,21 @@ def compile_schema(
 def _own_copy(schema: dict[str, Any] | bool | str) -> Any:
     """The schema as JSON makes it, with no object in two places."""
     try:
-        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except InvalidSchema:
+        raise
     except (TypeError, ValueError) as error:
         raise InvalidSchema(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidSchema("the schema is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidSchema(f"the schema has the number {text}, which is not a finite one")
+    return value
 
 
 class _Prepared:
@@ -140,4 +163,8 @@ class _Prepared:
         )
         start = values.space(values.value(self.formula, values.space(FINAL)))
         automaton = determinise(values.graph, start)
-        return CompiledSchema(automaton, level, tuple(self.reader.relaxed), tuple(self.reader.annotations))
+        if automaton.is_empty and values.restricted:
+            keyword, path = next(iter(values.restricted)).split("@", 1)
+            raise UnsupportedSchema(keyword, path, "items of unlimited variety would have to be remembered")
+        reports = (self.reader.relaxed, values.restricted, self.reader.annotations)
+        return CompiledSchema(automaton, level, *map(tuple, reports))

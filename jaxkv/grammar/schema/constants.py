@@ -1,6 +1,6 @@
 """`const` and `enum`: formulas of given values."""
 
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 from jaxkv.grammar.chars import json_escape
@@ -13,16 +13,19 @@ def decimal(value: int | float) -> Decimal:
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
 
 
+_EXACT = Context(prec=10_000)  # digits; Python reads integers of up to 4,300
+
+
 def one_of(pool: Pool, values: list[Any]) -> Formula:
     """The value equals one of these, as JSON Schema compares: `1` is `1.0`, and `true` is not `1`."""
     strings = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     options = []
     if strings:
-        texts = choice([json_escape(text) for text in dict.fromkeys(strings) if _encodable(text)])
+        texts = choice([json_escape(text) for text in dict.fromkeys(strings) if encodable(text)])
         options.append(pool.all([pool.type(STRING), pool.atom("pattern", texts)]))
     if numbers:
-        decimals = tuple(sorted({decimal(value).normalize() for value in numbers}))
+        decimals = tuple(sorted({decimal(value).normalize(_EXACT) for value in numbers}))
         options.append(pool.all([pool.type(NUMBER), pool.atom("numbers", decimals)]))
     for value in values:
         if value is None:
@@ -36,7 +39,8 @@ def one_of(pool: Pool, values: list[Any]) -> Formula:
     return pool.any(options)
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Whether UTF-8 can write it: lone surrogates, which JSON can escape, are in no text that is accepted."""
     return not any(0xD800 <= ord(char) < 0xE000 for char in text)
 
 
@@ -48,6 +52,8 @@ def _array(pool: Pool, value: list[Any]) -> Formula:
 
 
 def _object(pool: Pool, value: dict[str, Any]) -> Formula:
+    if not all(map(encodable, value)):
+        return pool.false
     names = tuple((name, one_of(pool, [item])) for name, item in value.items())
     required = [pool.atom("required", name) for name in value]
     return pool.all([pool.type(OBJECT), pool.atom("properties", names, (), pool.false), *required])

@@ -126,6 +126,8 @@ class Emptiness:
                 return decimals.multiple(local.args[0])
             case "no_multiple":
                 return decimals.multiple(local.args[0], negated=True)
+            case "written":
+                return decimals.written_integer() if local.args[0] == "integer" else decimals.written_otherwise()
             case "numbers":
                 return decimals.equal_any(local.args[0])
         refuse(local)

@@ -22,7 +22,8 @@ class Formula:
 
     - `type` (mask): the value is of one of these types. True and False are types of their own.
     - string: `pattern` (automaton), `no_pattern` (automaton), `length` (least, most or None).
-    - number: `compare` (relation, decimal), `multiple` (decimal), `no_multiple` (decimal), `numbers` (decimals).
+    - number: `compare` (relation, decimal), `multiple` (decimal), `no_multiple` (decimal), `numbers` (decimals), `written`
+      ("integer" or "other"): draft 4 goes by how a number is written.
     - array: `items` (formula of each first item, formula of all others), `count` (least, most),
       `contains` (formula, least, most, from which index), `unique` (path), `repeated` (path).
     - object: `properties` ((name, formula), ...; (automaton of names, formula), ...; formula of all others), `required` (name),
@@ -42,6 +43,7 @@ class Formula:
 ATOM_TYPE = {
     "pattern": STRING, "no_pattern": STRING, "length": STRING,
     "compare": NUMBER, "multiple": NUMBER, "no_multiple": NUMBER, "numbers": NUMBER,
+    "written": NUMBER,
     "items": ARRAY, "count": ARRAY, "contains": ARRAY, "unique": ARRAY, "repeated": ARRAY,
     "properties": OBJECT, "required": OBJECT, "size": OBJECT, "names": OBJECT, "exists": OBJECT,
     "exists_name": OBJECT,

@@ -110,6 +110,8 @@ class Normaliser:
                 return pool.atom("compare", _FLIPPED[args[0]], args[1])
             case "numbers":
                 return pool.all(pool.atom("compare", "!=", value) for value in args[0])
+            case "written":
+                return pool.atom("written", "other" if args[0] == "integer" else "integer")
             case "length" | "count" | "size":
                 return self._outside(atom.kind, (), *args)
             case "contains":

@@ -311,4 +311,5 @@ class ObjectBuilder:
     def other(self, names: NameClass, formula: Formula, place: _Place) -> int:
         if self.values.is_empty(formula):
             return 0
-        return self.values.open_key(names.names, self.values.value(formula, self.state(place)))
+        write = self.values.extra_value if self.plan.named else self.values.value
+        return self.values.open_key(names.names, write(formula, self.state(place)))

@@ -11,7 +11,7 @@ from jaxkv.grammar.budget import Budget
 from jaxkv.grammar.errors import InvalidSchema, RegexError, UnsupportedSchema
 from jaxkv.grammar.regex import json_pattern
 from jaxkv.grammar.schema import evaluated
-from jaxkv.grammar.schema.constants import decimal, one_of
+from jaxkv.grammar.schema.constants import decimal, encodable, one_of
 from jaxkv.grammar.schema.evaluated import NOTHING, Evaluated, Option
 from jaxkv.grammar.schema.formats import format_automaton
 from jaxkv.grammar.schema.formula import (
@@ -25,7 +25,7 @@ from jaxkv.grammar.schema.formula import (
     Formula,
     Pool,
 )
-from jaxkv.grammar.schema.resolve import Document
+from jaxkv.grammar.schema.resolve import Document, is_old
 
 _TYPES = {"null": NULL, "boolean": BOOLEAN, "number": NUMBER, "string": STRING, "array": ARRAY, "object": OBJECT}
 _IN_PLACE = (
@@ -92,15 +92,17 @@ class Reader:
     """
 
     def __init__(self, root: Any, pool: Pool, reading: Reading, budget: Budget) -> None:
-        self.document = Document(root)
         self.pool = pool
         self.reading = reading
         self.budget = budget
         self.relaxed: dict[str, None] = {}
         self.annotations: dict[str, None] = {}
-        draft = root.get("$schema", "") if isinstance(root, dict) else ""
-        self.old_references = any(name in str(draft) for name in ("draft-03", "draft-04", "draft-06", "draft-07"))
-        self.contains_evaluates = "2019-09" not in str(draft)
+        draft = str(root.get("$schema", "")) if isinstance(root, dict) else ""
+        self.document = Document(root, draft)
+        self.old_references = is_old(draft)
+        self.draft_3 = "draft-03" in draft
+        self.written_integers = self.draft_3 or "draft-04" in draft  # there `1.0` is no integer
+        self.contains_evaluates = "2019-09" not in draft
         self._schemas: dict[int, dict[str, Any]] = {}
         self._read: dict[tuple[int, bool], Formula] = {}
         self._open: list[int] = []
@@ -293,7 +295,7 @@ class _Keywords:
         for name, wanted in self.mapping(keyword).items():
             if isinstance(wanted, list):
                 continue  # names only: an assertion
-            present = pool.all([pool.type(OBJECT), pool.atom("required", name)])
+            present = pool.all([pool.type(OBJECT), self.present(name)])
             absent = Option(pool.negate(present), NOTHING)
             then = evaluated.both(pool, [Option(present, NOTHING)], self.reader.options(wanted, tracked=tracked))
             options = evaluated.both(pool, options, [absent, *then])
@@ -310,6 +312,10 @@ class _Keywords:
                 parts.append(read(value))
             elif keyword == "$recursiveRef":
                 parts.append(self.reader.refuse(self.schema, keyword, "only $ref and $dynamicRef are followed"))
+            elif keyword in _DRAFT_3 and self.reader.draft_3:
+                parts.append(
+                    self.reader.refuse(self.schema, keyword, "only draft 3 has it; write it as later drafts do")
+                )
         parts += self.array_items()
         if any(keyword in self.schema for keyword in ("properties", "patternProperties", "additionalProperties")):
             parts.append(self.properties())
@@ -320,7 +326,7 @@ class _Keywords:
         options = []
         for name in value if isinstance(value, list) else [value]:
             if name == "integer":
-                options.append(pool.all([pool.type(NUMBER), pool.atom("multiple", decimal(1))]))
+                options.append(pool.all([pool.type(NUMBER), self.integer()]))
             elif isinstance(name, str) and name in _TYPES:
                 options.append(pool.type(_TYPES[name]))
             elif name == "any" and self.reader.old_references:
@@ -328,6 +334,10 @@ class _Keywords:
             else:
                 raise InvalidSchema(f"type {name!r} at {self.path} is unknown")
         return pool.any(options)
+
+    def integer(self) -> Formula:
+        written = self.reader.written_integers
+        return self.pool.atom("written", "integer") if written else self.pool.atom("multiple", decimal(1))
 
     def _const(self, value: Any) -> Formula:
         return one_of(self.pool, [value])
@@ -420,9 +430,13 @@ class _Keywords:
         return self.pool.atom("unique", f"{self.path}/uniqueItems")
 
     def _required(self, value: Any) -> Formula:
-        if isinstance(value, bool):  # draft 3, on the property itself: says nothing here
+        if isinstance(value, bool) and self.reader.draft_3:  # read by the object around it
             return self.pool.true
-        return self.pool.all(self.pool.atom("required", name) for name in self.names("required", value))
+        return self.pool.all(self.present(name) for name in self.names("required", value))
+
+    def present(self, name: str) -> Formula:
+        """An object has a property of this name, if the value is an object."""
+        return self.pool.atom("required", name) if encodable(name) else self.pool.negate(self.pool.type(OBJECT))
 
     def names(self, keyword: str, value: Any) -> list[str]:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -436,7 +450,7 @@ class _Keywords:
         pool = self.pool
         parts = []
         for name, wanted in self.mapping("dependentRequired").items():
-            there = pool.all([pool.type(OBJECT), pool.atom("required", name)])
+            there = pool.all([pool.type(OBJECT), self.present(name)])
             parts.append(pool.any([pool.negate(there), pool.all([there, self._required(wanted)])]))
         return pool.all(parts)
 
@@ -445,7 +459,7 @@ class _Keywords:
         parts = []
         for name, wanted in self.mapping("dependencies").items():
             if isinstance(wanted, list):
-                there = pool.all([pool.type(OBJECT), pool.atom("required", name)])
+                there = pool.all([pool.type(OBJECT), self.present(name)])
                 parts.append(pool.any([pool.negate(there), pool.all([there, self._required(wanted)])]))
         return pool.all(parts)
 
@@ -474,14 +488,19 @@ class _Keywords:
 
     def properties(self) -> Formula:
         pool, read = self.pool, self.reader.schema
-        names = tuple((name, read(value)) for name, value in self.mapping("properties").items())
+        listed = self.mapping("properties")
+        names = tuple((name, read(value)) for name, value in listed.items() if encodable(name))
         patterns = []
         for pattern, value in self.mapping("patternProperties").items():
             try:
                 patterns.append((self.regex("patternProperties", pattern), read(value)))
             except RegexError as error:
                 return self.reader.refuse(self.schema, "patternProperties", str(error), OBJECT)
-        return pool.atom("properties", names, tuple(patterns), read(self.schema.get("additionalProperties", True)))
+        rest = read(self.schema.get("additionalProperties", True))
+        needed = []
+        if self.reader.draft_3:
+            needed = [n for n, part in listed.items() if isinstance(part, dict) and part.get("required") is True]
+        return pool.all([pool.atom("properties", names, tuple(patterns), rest), *map(self.present, needed)])
 
     def own_evaluated(self) -> Evaluated:
         schema = self.schema
@@ -495,7 +514,7 @@ class _Keywords:
                 return NOTHING  # refused where it is read
         contains = "contains" in schema and self.reader.contains_evaluates
         return Evaluated(
-            names=frozenset(self.mapping("properties")),
+            names=frozenset(filter(encodable, self.mapping("properties"))),
             patterns=frozenset(patterns),
             all_properties="additionalProperties" in schema,
             first_items=len(first),
@@ -504,6 +523,7 @@ class _Keywords:
         )
 
 
+_DRAFT_3 = frozenset(["divisibleBy", "disallow", "extends"])
 _ASSERTIONS = frozenset(
     [
         "type",

@@ -8,15 +8,22 @@ from jaxkv.grammar.errors import InvalidSchema, UnsupportedSchema
 _NOT_SCHEMAS = frozenset({"enum", "const", "default", "examples", "example", "required"})
 
 
+def is_old(draft: str) -> bool:
+    """Whether nothing beside a `$ref` counts."""
+    return any(name in draft for name in ("draft-03", "draft-04", "draft-06", "draft-07"))
+
+
 class Document:
     """An index of a schema document.
 
     Args:
         root: the schema; every object in it must be an object of its own.
+        draft: its `$schema`; "" is the newest.
     """
 
-    def __init__(self, root: Any) -> None:
-        self.root = root
+    def __init__(self, root: Any, draft: str = "") -> None:
+        self.id_keyword = "id" if any(name in draft for name in ("draft-03", "draft-04")) else "$id"
+        self.lonely_references = is_old(draft)
         self.base: dict[int, str] = {}
         self.path: dict[int, str] = {}
         self.resources: dict[str, Any] = {"": root}
@@ -48,8 +55,10 @@ class Document:
                 self._walk(value, base, f"{path}/{escaped}", None if names_only else key)
 
     def _identify(self, node: dict[str, Any], base: str) -> str:
-        own = node.get("$id", node.get("id"))
-        if isinstance(own, str) and own and not ("$ref" in node and "$defs" not in node and own.startswith("#")):
+        if self.lonely_references and "$ref" in node:
+            return base
+        own = node.get(self.id_keyword)
+        if isinstance(own, str) and own:
             target, fragment = urldefrag(urljoin(base, own))
             if fragment and target == base:
                 self.anchors.setdefault((base, fragment), node)  # draft 4 to 7: "$id": "#name"
@@ -75,9 +84,10 @@ class Document:
             UnsupportedSchema: it lies outside the document.
             InvalidSchema: it leads nowhere.
         """
-        target, fragment = urldefrag(urljoin(self.base[id(node)], reference))
+        base = self.base.get(id(node), "")  # "" of what is no schema by its place (an example that is referred to)
+        target, fragment = urldefrag(urljoin(base, reference))
         if not reference.split("#")[0]:  # same document, also under a base that urljoin does not understand (urn:)
-            target = self.base[id(node)]
+            target = base
         resource = self.resources.get(target)
         if resource is None:
             raise UnsupportedSchema(

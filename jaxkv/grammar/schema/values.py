@@ -28,15 +28,21 @@ class Level:
         any_order: objects with up to this many known properties have them in any order.
         between: properties with other names may come between the known ones, not only after them.
         free: how deep a value may be of which the schema says nothing.
+        extra: the same, of a property that the schema does not list, in an object where it lists some.
         nested: how often a value may contain one under the same part of the schema, where the schema is recursive.
         states: limit of the automaton at this level.
+        deep: how deep a value may be in all; below, there are only scalars.
+        one_unique: arrays of different items of unlimited variety have at most one, as more cannot be told apart.
     """
 
     any_order: int
     between: bool
     free: int
+    extra: int
     nested: int
     states: int
+    deep: int = 1_000
+    one_unique: bool = False
 
 
 class Values:
@@ -80,6 +86,8 @@ class Values:
         self._spaces: dict[int, int] = {}
         self._marks: dict[tuple[bytes, int], int] = {}
         self._open: dict[Formula, int] = {}  # formulas of the values around, and how often
+        self._depth = 0
+        self.restricted: dict[str, None] = {}  # `keyword@path` of what is kept by allowing less than the schema does
 
     # -- tokens
 
@@ -137,18 +145,31 @@ class Values:
             found = self._values[key] = self._nested(formula, after)
         return found
 
+    def extra_value(self, formula: Formula, after: int) -> int:
+        """`value` for a property that is not listed where others are: less deep if the schema says nothing of it."""
+        if formula is not self.pool.true:
+            return self.value(formula, after)
+        depth = self._open.get(formula, 0)
+        self._open[formula] = max(depth, self.level.free - self.level.extra)
+        try:
+            return self.value(formula, after)
+        finally:
+            self._open[formula] = depth
+
     def _nested(self, formula: Formula, after: int) -> int:
         depth = self._open.get(formula, 0)
         most = self.level.free if formula is self.pool.true else self.level.nested
-        if depth >= most:
+        if depth >= most or self._depth >= self.level.deep:
             return self.graph.union(self._scalars(formula, after))
         self._open[formula] = depth + 1
+        self._depth += 1
         try:
             starts = self._scalars(formula, after)
             starts += self._arrays(self.normaliser.restrict(formula, ARRAY), after)
             starts += self._objects(self.normaliser.restrict(formula, OBJECT), after)
         finally:
             self._open[formula] = depth
+            self._depth -= 1
         return self.graph.union(starts)
 
     def _scalars(self, formula: Formula, after: int) -> list[int]:
@@ -179,6 +200,8 @@ class Values:
         starts = []
         for plan in self.emptiness.array_plans(local):
             plan, values = self._unique(plan)
+            if plan.high is not None and plan.low > plan.high:
+                continue
             starts.append(ArrayBuilder(self, plan, values).build(after))
         return starts
 
@@ -190,12 +213,16 @@ class Values:
         values = domain(self.pool, self.normaliser, items)
         if values is not None:
             return plan, values
-        if self.relax_unique is None:
+        name = f"uniqueItems@{plan.unique}"
+        if self.relax_unique is not None:
+            self.relax_unique[name] = None
+            return dataclasses.replace(plan, unique=None), []
+        if not self.level.one_unique:
             raise UnsupportedSchema(
                 "uniqueItems", plan.unique, "items of unlimited variety would have to be remembered"
             )
-        self.relax_unique[f"uniqueItems@{plan.unique}"] = None
-        return dataclasses.replace(plan, unique=None), []
+        self.restricted[name] = None
+        return dataclasses.replace(plan, high=1, unique=None), []
 
     def _objects(self, local: Formula, after: int) -> list[int]:
         return [ObjectBuilder(self, plan).build(after) for plan in self.emptiness.object_plans(local)]

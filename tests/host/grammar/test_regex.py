@@ -72,6 +72,9 @@ def test_partial_characters_are_not_accepted():
         (r".", ["é", "\t"], ["\n", "\u2028"]),
         (r"\s", ["\ufeff", "\u3000", " "], ["\x1c", "\u200b"]),
         (r"[\b]", ["\b"], ["b"]),
+        (r"[\uD800-\uDBFF]|\uD800", [], ["-", ""]),  # surrogates are in no text, but can be the ends of a range
+        (r"[\u0000-\uDFFF]", ["a", "\ud7ff"], ["\ue000"]),
+        (r"[^\uD800-\uDFFF]", ["-", "😀"], [""]),
         (r"^(?=.*\d)(?=.*[a-z])[a-z\d]{3,4}$", ["ab1", "1abc"], ["abc", "123", "ab1cd"]),
     ],
 )
@@ -94,6 +97,8 @@ def test_ecma_262(pattern, good, bad):
         (r"(a", "missing '\\)'"),
         (r"a)", "unmatched '\\)'"),
         (r"*a", "nothing to repeat"),
+        (r"a{2}{3}", "nothing to repeat"),
+        (r"{2}", "nothing to repeat"),
         (r"[b-a]", "out of order"),
         (r"\Z", "'\\\\Z' is unknown"),
         (r"[a", "unexpected end"),

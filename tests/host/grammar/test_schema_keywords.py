@@ -198,9 +198,59 @@ def test_old_drafts():
     assert not compile_schema(beside | {"$schema": "https://json-schema.org/draft/2020-12/schema"}).automaton.matches(
         '{"a":"xx"}'
     )
+    ids = {"properties": {"a": {"$id": "http://y/z.json", "$ref": "#/definitions/s"}}}  # nor at an $id there
+    ids |= {"$schema": beside["$schema"], "definitions": {"s": {"type": "string"}}}
+    assert [compile_schema(ids).automaton.matches(text) for text in ('{"a":"x"}', '{"a":1}')] == [True, False]
+    plain = {"items": {"id": "http://y/z.json", "$ref": "#/$defs/s"}, "$defs": {"s": {"type": "string"}}}
+    assert [compile_schema(plain).automaton.matches(text) for text in ('["x"]', "[1]")] == [True, False]
     needs = {"dependencies": {"a": ["b"], "b": {"required": ["c"]}}}
     texts = ("{}", '{"a":1}', '{"a":1,"b":1}', '{"a":1,"b":1,"c":1}')
     assert [compile_schema(needs).automaton.matches(text) for text in texts] == [True, False, False, True]
+
+
+def test_integers_of_draft_4_are_written_so():
+    draft4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+    for schema in (draft4 | {"type": "integer"}, draft4 | {"not": {"type": "integer"}}):
+        automaton = compile_schema(schema).automaton
+        for data in (1, 1.0, -3, 2.5, 1e20, "a"):
+            assert automaton.matches(text_of(data)) == is_valid(schema, data), data
+    later = {"$schema": "http://json-schema.org/draft-06/schema#", "type": "integer"}
+    assert compile_schema(later).automaton.matches("1.0")
+
+
+def test_draft_3_is_enforced_or_refused():
+    draft3 = {"$schema": "http://json-schema.org/draft-03/schema#"}
+    schema = draft3 | {"properties": {"a": {"required": True}, "b": {"required": False}}}
+    for data in ({}, {"a": 1}, {"b": 1}, 3):
+        assert compile_schema(schema).automaton.matches(text_of(data)) == is_valid(schema, data), data
+    for keyword, value in (("divisibleBy", 2), ("disallow", "integer"), ("extends", {"type": "string"})):
+        with pytest.raises(UnsupportedSchema, match=keyword):
+            compile_schema(draft3 | {keyword: value})
+
+
+def test_numbers_of_many_digits_are_exact():
+    number = 123456789012345678901234567890123
+    cases = ({"const": number}, {"minimum": number}, {"not": {"exclusiveMinimum": number}}, {"enum": [number, 0.1]})
+    for schema in cases:
+        automaton = compile_schema(schema).automaton
+        for data in (number - 1, number, number + 1, round(number, -5), float(number), 0.1):
+            assert automaton.matches(text_of(data)) == is_valid(schema, data), (schema, data)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"\ud800": {"type": "null"}}, "required": ["a"]},
+        {"required": ["\ud800"]},
+        {"enum": [{"\ud800": 1}, {"a": "\ud800"}, {"a": 1}]},
+        {"dependentRequired": {"\ud800": ["b"], "a": ["b"]}},
+        {"dependentSchemas": {"\ud800": False}, "properties": {"\ud800": {}}, "unevaluatedProperties": False},
+    ],
+)
+def test_a_lone_surrogate_is_in_no_output(schema):
+    automaton = compile_schema(schema).automaton
+    for data in ({}, {"a": 1}, {"b": 1}, 3):
+        assert automaton.matches(text_of(data)) == is_valid(schema, data), data
 
 
 def test_closed_objects_have_only_what_they_list():
@@ -242,6 +292,29 @@ def test_relaxing_leaves_out_and_reports():
     assert compile_schema({"type": "string"}, strict=False).relaxed == ()
 
 
+def test_a_shallow_reading_allows_less_and_reports_it():
+    names = {"type": "array", "uniqueItems": True, "items": {"type": "string"}}
+    compiled = compile_schema({"properties": {"a": names, "b": names | {"minItems": 2}}}, shallow=True)
+    assert compiled.restricted == ("uniqueItems@#/properties/a/uniqueItems", "uniqueItems@#/properties/b/uniqueItems")
+    texts = ("{}", '{"a":[]}', '{"a":["x"]}', '{"a":["x","x"]}', '{"a":["x","y"]}', '{"b":["x"]}')
+    assert [compiled.automaton.matches(text) for text in texts] == [True, True, True, False, False, False]
+    with pytest.raises(UnsupportedSchema, match="uniqueItems"):
+        compile_schema(names | {"minItems": 2}, shallow=True)
+
+
+def test_large_recursive_schemas_are_cut_at_a_depth():
+    parts = {
+        f"p{i}": {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/p{j}"} for j in range(9)]}} for i in range(9)
+    }
+    for name, part in parts.items():  # told apart, so that each may be in each
+        part["prefixItems"] = [{"const": name}]
+        part["minItems"] = 1
+    schema = {"$ref": "#/$defs/p0", "$defs": parts}
+    compiled = compile_schema(schema, shallow=True)
+    assert compiled.level.deep < 10
+    assert compiled.automaton.matches('["p0",["p3"],["p8",["p1"]]]') and not compiled.automaton.matches('["p0",["q"]]')
+
+
 def test_formats_without_an_automaton_are_annotations():
     compiled = compile_schema({"properties": {"a": {"format": "regex"}, "b": {"format": "date"}}})
     assert compiled.annotations == ("format@#/properties/a/format",)
@@ -259,6 +332,10 @@ def test_formats_without_an_automaton_are_annotations():
         5,
         {"properties": []},
         "{",
+        {"minimum": float("inf")},
+        {"minLength": float("nan")},
+        '{"maximum": 1e999}',
+        '{"not":' * 100_000 + "1" + "}" * 100_000,
     ],
 )
 def test_wrong_schemas_are_refused(schema):
