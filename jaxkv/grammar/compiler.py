@@ -67,7 +67,7 @@ class GrammarCompiler:
             return self._host
 
     def submit(
-        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None
+        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None, canonical: bool = True
     ) -> "concurrent.futures.Future[CompiledGrammar]":
         """A compiled grammar, maybe later; errors are `RequestError`s.
 
@@ -75,12 +75,16 @@ class GrammarCompiler:
             form: what outputs look like.
             allowed_token_ids: the only tokens to write them with; None is all. They are part of the grammar, so that no
                 output can get stuck between the two.
+            canonical: text that the grammar forces is only written as the model's tokenizer writes it, see `forced`. Not
+                with `allowed_token_ids`.
         """
         key = form.key
         if allowed_token_ids is not None:
             ids = np.unique(np.asarray(allowed_token_ids, np.int64))
             key += f" of {hashlib.sha256(ids.tobytes()).hexdigest()}"
-        return self._submit(key, lambda: self._compile(key, form, allowed_token_ids))
+        canonical = canonical and allowed_token_ids is None
+        key += "" if canonical else " in any spelling"
+        return self._submit(key, lambda: self._compile(key, form, allowed_token_ids, canonical))
 
     def watch_json(self) -> "concurrent.futures.Future[CompiledGrammar]":
         """Free text that may not end before it holds a complete JSON object or array."""
@@ -101,13 +105,13 @@ class GrammarCompiler:
             self._known.move_to_end(key)
         return future
 
-    def _compile(self, key: str, form: Form, allowed: tuple[int, ...] | None) -> CompiledGrammar:
+    def _compile(self, key: str, form: Form, allowed: tuple[int, ...] | None, canonical: bool) -> CompiledGrammar:
         try:
             automaton = to_automaton(form)
             if automaton.is_empty:
                 raise RequestError(f"{form.kind}: no text fulfils it")
             vocabulary = self._vocabulary(for_tools=isinstance(form, ToolCalls))
-            tables = build_tables(automaton, vocabulary)
+            tables = build_tables(automaton, vocabulary, canonical=canonical)
             if allowed is not None:
                 tables = restrict(tables, allowed)
             if not self._fits(tables):
