@@ -1,5 +1,6 @@
 """`LLM`: load a model, generate, chat, stream, score."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -16,6 +17,7 @@ from jaxkv.chat_cache import read_marks
 from jaxkv.engine import Engine
 from jaxkv.errors import RequestError
 from jaxkv.explain import Explanation, explain_live
+from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.progress import Progress
@@ -403,7 +405,7 @@ class LLM:
         """
         return explain_live(request, previous, scheduler=self._engine.scheduler, intake=self._intake)
 
-    # --- the loop by hand, for servers: `prepare` and `lay_out_chat` are safe in any thread, the rest is not ------------
+    # --- the loop by hand, for servers: safe in any thread up to `check_structure`, not from `enqueue` on ---------------
 
     def lay_out_chat(
         self,
@@ -438,8 +440,13 @@ class LLM:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        wait: bool = True,
     ) -> Request:
         """Encodes and checks a request, without queueing it; arguments as in `generate`.
+
+        Args:
+            wait: for what its structured output is compiled to, to refuse what cannot be enforced. False only starts it:
+                `compiling` says when it is there, `check_structure` what is wrong with it.
 
         Raises:
             RequestError: it is refused.
@@ -449,8 +456,9 @@ class LLM:
         now = time.monotonic()
         token_ids = self._encode(prompt)
         params = self._intake.resolve(params)
-        self._engine.await_grammar(len(token_ids), params)
-        return self._intake.make_request(
+        if wait:
+            self._engine.await_grammar(len(token_ids), params)
+        request = self._intake.make_request(
             f"request-{number}",
             token_ids,
             params,
@@ -462,6 +470,17 @@ class LLM:
             arrival_s=now,
             deadline_s=None if timeout_s is None else now + timeout_s,
         )
+        if not wait:
+            self._engine.compile(params)
+        return request
+
+    def compiling(self, request: Request) -> concurrent.futures.Future[CompiledGrammar] | None:
+        """Done when the request's structured output can be enforced, or cannot; None: there is nothing to compile."""
+        return self._engine.compile(request.params)
+
+    def check_structure(self, request: Request) -> None:
+        """Waits for `compiling`, and raises RequestError if it failed or the output cannot be whole in its tokens."""
+        self._engine.await_grammar(len(request.prompt_token_ids), request.params)
 
     def enqueue(self, request: Request, prompt: str | None = None, *, stream: bool = False) -> OutputBuilder:
         """Queues what `prepare` made; its output grows in the returned builder as `step` runs.

@@ -71,6 +71,8 @@ class Engine:
     def compile(self, params: SamplingParams) -> "concurrent.futures.Future[CompiledGrammar] | None":
         """Starts to compile what `params` ask for, off this thread, or finds it compiled; None if the output is free.
 
+        Safe in any thread, as `await_grammar` is.
+
         Raises:
             RequestError: this engine has no tokenizer to do it for.
         """
@@ -79,10 +81,10 @@ class Engine:
         if self._grammars is None:
             raise RequestError("structured and suppress_eos_until need a tokenizer, and this model has none")
         if params.structured is None:
-            ready: concurrent.futures.Future[CompiledGrammar] = concurrent.futures.Future()
-            ready.set_result(self._grammars.watch_json())
-            return ready
-        return self._grammars.submit(params.structured, params.allowed_token_ids)
+            return self._grammars.watch_json()
+        # A token that is to stop the output may be one that the tokenizer would choose: then others must be left.
+        canonical = not params.stop_token_ids
+        return self._grammars.submit(params.structured, params.allowed_token_ids, canonical)
 
     def await_grammar(self, prompt_len: int, params: SamplingParams) -> None:
         """Compiles what `params` ask for and waits for it.

@@ -28,6 +28,8 @@ from jaxkv.roster import Roster
 from jaxkv.rows import DecodeBatch
 from jaxkv.sequence import Ending, Sequence
 
+MIN_SAVED = 2  # decode steps that a jump must save: it costs a row's setup, and a chunk beside the other rows' step
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flight:
@@ -40,6 +42,15 @@ class Flight:
     promised: np.ndarray  # int64 [num_decode_rows]: tokens each row makes unless the device finds it done
     chunk_sequences: tuple[Sequence, ...]  # one per plan.chunks
     admitted: tuple[str, ...]  # requests for which this is the first step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Jump:
+    """Forced tokens after the known ones; the first `num_in_flight` of them are on their way already."""
+
+    seq: Sequence
+    forced: tuple[int, ...]
+    num_in_flight: int
 
 
 class Planner:
@@ -75,10 +86,12 @@ class Planner:
         """Plans the step; None if there is nothing to compute now."""
         behind, max_steps = self._rows.behind(), 1 if self._rows.num_on_host else self._config.decode_steps
         batch = self._rows.without_awaited(self._rows.decode_batch(), self._committed_id)
-        batch, num_steps = self._reserve(batch, 1 if behind or self._may_admit() else max_steps)
-        if behind or self._may_admit():  # asked again: a preemption made room, maybe for others
+        jumps = self._find_jumps(batch)
+        batch, num_steps = self._reserve(batch, 1 if behind or jumps or self._may_admit() else max_steps)
+        if behind or jumps or self._may_admit():  # asked again: a preemption made room, maybe for others
             for shard, num in enumerate(self._shards.sums(batch.rows, np.ones_like(batch.rows))):
                 self._budgets[shard] -= num
+            batch = batch.select(~np.array([self._try_jump(jumps.get(row)) for row in batch.rows.tolist()], bool))
             for seq in behind:
                 if seq.is_placed:  # not preempted just now
                     self._add_chunk(seq)
@@ -90,8 +103,8 @@ class Planner:
         return self._finish(batch, num_steps)
 
     def chunk_ends(self) -> list[tuple[Sequence, int]]:
-        """Sequences with a chunk in the plan, with the position after it."""
-        return list(self._chunked.items())
+        """Sequences with a chunk in the plan, with the position after it; but for jumps, whose tokens are not known yet."""
+        return [(seq, end) for seq, end in self._chunked.items() if end <= seq.num_tokens]
 
     def _finish(self, batch: DecodeBatch, num_steps: int) -> Flight:
         mask_rows, masks = self._host_masks(batch)
@@ -214,6 +227,60 @@ class Planner:
         if samples:
             self._rows.start_decoding(row)
 
+    # --- tokens that a grammar leaves no choice about ------------------------------------------------------------------
+
+    def _find_jumps(self, batch: DecodeBatch) -> dict[int, "_Jump"]:
+        """By row: who has enough forced tokens ahead that a chunk saves decode steps.
+
+        Tokens in flight are the first of the forced ones, for the masks leave no others; so nobody has to wait for them.
+        """
+        jumps: dict[int, _Jump] = {}
+        if not self._rows.num_may_jump:
+            return jumps
+        rows = batch.rows[self._rows.may_jump[batch.rows]]
+        for row, seq in zip(rows.tolist(), self._rows.sequences[rows], strict=True):
+            forced = seq.forced_tokens()
+            num_in_flight = seq.num_computed - (seq.num_tokens - 1)
+            if len(forced) - num_in_flight >= MIN_SAVED:
+                jumps[row] = _Jump(seq, forced, num_in_flight)
+        return jumps
+
+    def _try_jump(self, jump: "_Jump | None") -> bool:
+        """Computes forced tokens in a chunk, instead of a decode step; False if there is no budget or no page for it.
+
+        The row is set up anew: its grammar's state, counts and recent tokens move on by more than a step.
+        """
+        if jump is None or not jump.seq.is_placed:
+            return False
+        seq, row = jump.seq, jump.seq.row
+        shard, start = self._shards.of(row), seq.num_computed
+        memory, align = self._memories[shard], self._config.chunk_align
+        room = (self._budgets[shard] + 1) // align * align  # with the row's decode token
+        num = min(len(jump.forced) - jump.num_in_flight + 1, room)  # in the chunk: the newest token, and forced ones
+        lacking = max(memory.num_pages(start + num) - len(seq.pages), 0)
+        if num <= MIN_SAVED or lacking > memory.num_available:
+            return False
+        forced = jump.forced[: jump.num_in_flight + num - 1]
+        token_ids = np.concatenate([seq.tokens[: seq.num_tokens], np.array(forced, np.int32)]).astype(np.int32)
+        assert isinstance(seq.grammar, OnDevice)
+        seq.pages.extend(memory.take(lacking))
+        self._rows.capacity[row] += lacking * self._config.page_size
+        self._writes = [write for write in self._writes if write.row != row]
+        self._put_in_row(seq, token_ids, (self._roster.grammars.place_of(seq.grammar), *seq.place_in_grammar(forced)))
+        self._chunks.append(Chunk(row=row, start=start, token_ids=token_ids[start:].copy(), samples=True))
+        self._chunked[seq] = start + num
+        self._budgets[shard] += 1 - -(-num // align) * align
+        self._rows.computed[row] = start + num
+        self._rows.last_step[row] = self._step_id
+        self._roster.num_forced_tokens += num - 1
+        return True
+
+    def _give_forced(self, seq: Sequence) -> None:
+        """Forced tokens of a sequence that waits join those that its chunk computes anyway."""
+        if self._parent_to_fork(seq) is None and len(forced := seq.forced_tokens()) > 0:
+            seq.give(forced)
+            self._roster.num_forced_tokens += len(forced)
+
     # --- waiting sequences -------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
@@ -237,6 +304,7 @@ class Planner:
         if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
+        self._give_forced(seq)
         if self._memories[0].num_pages(seq.num_tokens) > self._memories[0].num_total:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
@@ -272,8 +340,16 @@ class Planner:
         return parent if parent.num_computed >= seq.prompt_len else None
 
     def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
+        self._put_in_row(seq, seq.tokens[: seq.num_tokens].copy(), self._place_grammar(seq))
+        if reuse.copy_from is not None:
+            self._copies.append(PageCopy(seq.row, reuse.copy_from, seq.pages[len(reuse.pages)]))
+
+    def _put_in_row(
+        self, seq: Sequence, token_ids: np.ndarray, in_grammar: tuple[GrammarPlace | None, int, int]
+    ) -> None:
+        """Writes all that the device knows about a row: request, tokens, pages, place in the grammar."""
         request, row = seq.request, seq.row
-        place, state, count = self._place_grammar(seq)
+        place, state, count = in_grammar
         self._setups.append(
             RowSetup(
                 row=row,
@@ -284,24 +360,21 @@ class Planner:
                 max_total_len=seq.max_total_len,
                 stop_ids=request.stop_ids,
                 bad_words_ids=request.bad_words_ids,
-                token_ids=seq.tokens[: seq.num_tokens].copy(),
+                token_ids=token_ids,
                 grammar=place,
                 grammar_state=state,
                 grammar_count=count,
             )
         )
         self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
-        if reuse.copy_from is not None:
-            self._copies.append(PageCopy(row, reuse.copy_from, seq.pages[len(reuse.pages)]))
 
     def _place_grammar(self, seq: Sequence) -> tuple[GrammarPlace | None, int, int]:
         """Where its grammar lies, and state and counter after the output known so far (behaviour 11)."""
-        output = seq.tokens[seq.prompt_len : seq.num_tokens].tolist()
         match seq.grammar:
             case OnDevice() as grammar:
-                return self._roster.grammars.place_of(grammar), *grammar.after(output)
+                return self._roster.grammars.place_of(grammar), *seq.place_in_grammar()
             case OnHost() as grammar:
-                seq.matcher = grammar.start(output)
+                seq.matcher = grammar.start(seq.tokens[seq.prompt_len : seq.num_tokens].tolist())
                 return host_row(seq.row), 0, 0
         return None, 0, 0
 

@@ -61,6 +61,7 @@ class Roster:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of sequences placed for the first time
         self.num_hit_tokens = 0  # of these, reused
+        self.num_forced_tokens = 0  # of outputs, that no decode step had to make
         self.usage = Usage()
         self.grammars = GrammarRoom(config.grammars, config.max_rows)
         self.homes = Homes()
@@ -133,7 +134,7 @@ class Roster:
         self.rows.place(seq, shard, reuse.num_tokens)
         if seq.cached_tokens is None:
             self.num_prompt_tokens += seq.prompt_len
-            self.num_hit_tokens += reuse.num_tokens
+            self.num_hit_tokens += min(reuse.num_tokens, seq.prompt_len)
         self.newest_group = group_of(seq.request)
         if self.newest_group is not None:
             self.homes.note(self.newest_group, shard)
@@ -228,6 +229,7 @@ class Roster:
         assert (
             self.rows.num_on_host == sum(isinstance(seq.grammar, OnHost) for seq in placed) == self.rows.on_host.sum()
         )
+        assert self.rows.num_may_jump == sum(seq.may_jump for seq in placed) == self.rows.may_jump.sum()
         held = [seq for seq in self.all_sequences() if seq.is_held]
         held += [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
         assert len(placed) + len(waiting) + len(held) == len(self.all_sequences())

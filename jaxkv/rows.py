@@ -13,6 +13,7 @@ Columns, all indexed by row:
     decoding   the device row holds its last token: a decode step needs nothing from the host
     watched    see `Sequence`
     on_host    see `Sequence.is_on_host`
+    may_jump   see `Sequence.may_jump`
     epoch      changes whenever the row changes hands, so that a late result finds out
 """
 
@@ -95,8 +96,8 @@ class Rows:
         self._num_stopping = np.zeros(1, np.int32)
         self.known, self.computed, self.limit, self.capacity = np.zeros((4, max_rows), np.int64)
         self.last_step, self.epoch, self._arrival = np.zeros((3, max_rows), np.int64)
-        self.decoding, self.watched, self.on_host = np.zeros((3, max_rows), bool)
-        self.num_on_host = 0  # rows in use that are
+        self.decoding, self.watched, self.on_host, self.may_jump = np.zeros((4, max_rows), bool)
+        self.num_on_host = self.num_may_jump = 0  # rows in use that are, or do
         self._decoding_rows: np.ndarray | None = None  # intp [num], in request order; None: must be made again
 
     @property
@@ -132,7 +133,9 @@ class Rows:
         self.last_step[row] = seq.last_step_id
         self._arrival[row] = seq.rank[1]
         self.watched[row], self.on_host[row] = seq.watched, seq.is_on_host
+        self.may_jump[row] = seq.may_jump
         self.num_on_host += seq.is_on_host
+        self.num_may_jump += seq.may_jump
         self.epoch[row] += 1
         self._count_stop_ids(seq.request.stop_ids, 1)
         self.sequences[row] = seq
@@ -148,7 +151,8 @@ class Rows:
         self.sequences[row] = None
         self.known[row] = self.computed[row] = 0
         self.num_on_host -= int(self.on_host[row])
-        self.on_host[row] = False
+        self.num_may_jump -= int(self.may_jump[row])
+        self.on_host[row] = self.may_jump[row] = False
         self.epoch[row] += 1
         self._count_stop_ids(seq.request.stop_ids, -1)
         self._set_decoding(row, False)

@@ -255,9 +255,16 @@ class Scheduler:
 
     def _commit_sample(self, seq: Sequence, chunk: Chunk, tokens: SampledTokens | None) -> list[NewTokens]:
         assert (tokens is not None) == chunk.samples, (seq, tokens)
-        if tokens is None or not self._deliver(seq, tokens.token_ids.tolist()):
+        if tokens is None or seq.ending is not None:
             return []
-        ids, logprobs, top_ids, top_logprobs = tokens.token_ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs
+        # A jump's chunk has tokens that are known only now that all steps before it are committed.
+        num_known = seq.num_tokens - chunk.start
+        assert (seq.tokens[chunk.start : seq.num_tokens] == chunk.token_ids[:num_known]).all(), "not the forced tokens"
+        ids = np.concatenate([chunk.token_ids[num_known:], tokens.token_ids])
+        ids = ids[: self._deliver(seq, ids.tolist())]
+        if seq.given:
+            ids, seq.given = np.concatenate([np.array(seq.given, np.int32), ids]), []
+        logprobs, top_ids, top_logprobs = tokens.logprobs, tokens.top_ids, tokens.top_logprobs
         return [NewTokens(seq.request.request_id, seq.child, ids, logprobs, top_ids, top_logprobs)]
 
     def _commit_decode(self, flight: Flight, result: StepResult) -> tuple[np.ndarray, np.ndarray]:

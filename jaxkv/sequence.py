@@ -9,11 +9,13 @@ chunk is dispatched its row decodes, and `num_computed` may run ahead of what is
 While a sequence has a row, its numbers live in the columns of `Rows`, where a step handles all rows at once.
 """
 
+import copy
 import typing
 
 import numpy as np
 
-from jaxkv.grammar.compiled import CompiledGrammar, Matcher, OnHost
+from jaxkv.grammar.compiled import CompiledGrammar, Matcher, OnDevice, OnHost
+from jaxkv.grammar.matcher import TokenMatcher
 from jaxkv.prefix_cache import TOKEN_DTYPE
 from jaxkv.request import FinishReason, Request
 
@@ -56,6 +58,9 @@ class Sequence:
         self.grammar: CompiledGrammar | None = None  # of its output; None: free, or still being compiled
         self.is_held = False  # not to be queued before its grammar is there
         self.matcher: Matcher | None = None  # while placed, where the grammar is matched on the host
+        self._walk: TokenMatcher | None = None  # after the first `_num_walked` tokens of the output
+        self._num_walked = 0
+        self.given: list[int] = []  # forced tokens that were not sampled, and not reported yet
 
         self.rows: Columns | None = None  # where its numbers live while it has a row
         self.row = -1
@@ -86,6 +91,35 @@ class Sequence:
     def is_on_host(self) -> bool:
         """Each of its tokens needs a mask that the host makes from the tokens before."""
         return isinstance(self.grammar, OnHost)
+
+    @property
+    def may_jump(self) -> bool:
+        """Its grammar may force tokens, and nobody asks how likely each was."""
+        return isinstance(self.grammar, OnDevice) and self.grammar.forces and self.request.params.logprobs is None
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """Tokens that must follow the known ones; at least one token remains to be sampled after them."""
+        if not self.may_jump:
+            return ()
+        assert isinstance(self.grammar, OnDevice)
+        state, _ = self.place_in_grammar()
+        return self.grammar.forced_after(state)[: max(self.max_total_len - 1 - self.num_tokens, 0)]
+
+    def place_in_grammar(self, more: typing.Sequence[int] = ()) -> tuple[int, int]:
+        """State and counter after the known output, and `more`."""
+        assert isinstance(self.grammar, OnDevice)
+        walk = self._walk = self._walk or TokenMatcher(self.grammar.tables)
+        start, self._num_walked = self._num_walked, self.num_tokens - self.prompt_len
+        walk.follow(self.tokens[self.prompt_len + start : self.num_tokens].tolist())
+        if more:
+            walk = copy.copy(walk)
+            walk.follow(more)
+        return walk.state, walk.counter
+
+    def give(self, token_ids: typing.Sequence[int]) -> None:
+        """Makes forced tokens known; they are reported with the next sampled one."""
+        self.append([*token_ids])
+        self.given += token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +161,7 @@ class Sequence:
     def note_read(self, num_tokens: int, page_size: int) -> None:
         """It got a row with the K/V of `num_tokens` tokens there. After a preemption only what it never had counts."""
         if self.cached_tokens is None:
-            self.cached_tokens = self.num_settled = num_tokens
+            self.cached_tokens = self.num_settled = min(num_tokens, self.prompt_len)
         elif (end := min(num_tokens, self.prompt_len // page_size * page_size)) > self.num_settled:
             self.cached_tokens += end - self.num_settled
             self.num_settled = end

@@ -22,6 +22,7 @@ class SchedulerStats:
     num_prompt_tokens: int  # of sequences that got a row so far
     num_hit_tokens: int  # of these, reused
     num_preemptions: int
+    num_forced_tokens: int  # output tokens that a grammar left no choice about and that no decode step made
     # Prompt tokens of requests that got a row and ended: the three of `RequestOutput`, summed up.
     num_cached_tokens: int
     num_written_tokens: int
@@ -69,6 +70,7 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         num_prompt_tokens=roster.num_prompt_tokens,
         num_hit_tokens=roster.num_hit_tokens,
         num_preemptions=roster.num_preemptions,
+        num_forced_tokens=roster.num_forced_tokens,
         num_cached_tokens=roster.usage.num_cached,
         num_written_tokens=roster.usage.num_written,
         num_uncached_tokens=roster.usage.num_uncached,

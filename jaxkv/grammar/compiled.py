@@ -1,6 +1,7 @@
 """A grammar ready to be used: as tables for the device, or as a matcher for the host."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -38,17 +39,27 @@ class OnDevice:
 
     key: str  # equal for equal content
     tables: TokenTables
+    _forced: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def forces(self) -> bool:
+        """Some state leaves no choice."""
+        return bool((self.tables.forced >= 0).any())
+
+    def forced_after(self, state: int) -> tuple[int, ...]:
+        """Tokens that must follow a state of the tables, one after the other."""
+        if state not in self._forced:
+            tables, at, found = self.tables, state, []
+            while (token := int(tables.forced[at])) >= 0:
+                found.append(token)
+                at = int(tables.next[at, tables.class_of[token]])
+            self._forced[state] = tuple(found)
+        return self._forced[state]
 
     @property
     def min_tokens(self) -> int:
         """Fewest tokens of a whole output."""
         return self.tables.min_tokens
-
-    def after(self, token_ids: Iterable[int]) -> tuple[int, int]:
-        """State and counter after an output that the grammar allowed."""
-        matcher = self.walk(token_ids)
-        assert matcher.state != 0, "the output left its grammar"
-        return matcher.state, matcher.counter
 
     def accepts(self, token_ids: Iterable[int]) -> bool:
         """Whether these tokens, stop ids left out, are a whole output."""

@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import hashlib
 import threading
 from collections.abc import Callable
@@ -25,7 +24,7 @@ NUM_THREADS = 2
 
 
 class GrammarCompiler:
-    """A cache of compiled grammars. `submit` may be called from one thread, its futures are filled by others.
+    """A cache of compiled grammars. `submit` may be called from any thread, and never waits for one.
 
     Args:
         make_vocabulary: gives the model's tokens, called when a grammar is first asked for (a second for 262 k tokens).
@@ -36,29 +35,39 @@ class GrammarCompiler:
     def __init__(self, make_vocabulary: Callable[[bool], TokenVocabulary], fits: Callable[[TokenTables], bool]) -> None:
         self._make_vocabulary = make_vocabulary
         self._fits = fits
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the four below, held for moments only
         self._known: collections.OrderedDict[str, concurrent.futures.Future[CompiledGrammar]] = (
             collections.OrderedDict()
         )
         self._bytes: dict[str, int] = {}
+        self._total_bytes = 0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._making = threading.RLock()  # of the next two, held while one is made: nobody makes it twice
+        self._vocabularies: dict[bool, TokenVocabulary] = {}
+        self._host: HostGrammars | None = None
 
-    @functools.cached_property
+    @property
     def vocabulary(self) -> TokenVocabulary:
         """Without end ids in masks: what ends an output is decided by each request."""
-        return dataclasses.replace(self._make_vocabulary(False), end_ids=(), templates={})
+        return self._vocabulary(for_tools=False)
 
-    @functools.cached_property
-    def tool_vocabulary(self) -> TokenVocabulary:
-        """For calls of tools."""
-        return dataclasses.replace(self._make_vocabulary(True), end_ids=(), templates={})
+    def _vocabulary(self, *, for_tools: bool) -> TokenVocabulary:
+        with self._making:
+            if for_tools not in self._vocabularies:
+                made = dataclasses.replace(self._make_vocabulary(for_tools), end_ids=(), templates={})
+                _ = made.trie, made.ranked_ids  # now: later two threads would make each of them
+                self._vocabularies[for_tools] = made
+            return self._vocabularies[for_tools]
 
-    @functools.cached_property
-    def _host(self) -> HostGrammars:
-        return HostGrammars(self.vocabulary)
+    def _host_grammars(self) -> HostGrammars:
+        with self._making:
+            if self._host is None:
+                self._host = HostGrammars(self.vocabulary)
+                _ = self._host.tokenizer
+            return self._host
 
     def submit(
-        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None
+        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None, canonical: bool = True
     ) -> "concurrent.futures.Future[CompiledGrammar]":
         """A compiled grammar, maybe later; errors are `RequestError`s.
 
@@ -66,30 +75,39 @@ class GrammarCompiler:
             form: what outputs look like.
             allowed_token_ids: the only tokens to write them with; None is all. They are part of the grammar, so that no
                 output can get stuck between the two.
+            canonical: text that the grammar forces is only written as the model's tokenizer writes it, see `forced`. Not
+                with `allowed_token_ids`.
         """
         key = form.key
         if allowed_token_ids is not None:
             ids = np.unique(np.asarray(allowed_token_ids, np.int64))
             key += f" of {hashlib.sha256(ids.tobytes()).hexdigest()}"
-        vocabulary = self.tool_vocabulary if isinstance(form, ToolCalls) else self.vocabulary
+        canonical = canonical and allowed_token_ids is None
+        key += "" if canonical else " in any spelling"
+        return self._submit(key, lambda: self._compile(key, form, allowed_token_ids, canonical))
+
+    def watch_json(self) -> "concurrent.futures.Future[CompiledGrammar]":
+        """Free text that may not end before it holds a complete JSON object or array."""
+
+        def make() -> CompiledGrammar:
+            vocabulary = self.vocabulary
+            return OnHost("watch_json", lambda: JsonWatch(vocabulary))
+
+        return self._submit("watch_json", make)
+
+    def _submit(self, key: str, make: Callable[[], CompiledGrammar]) -> "concurrent.futures.Future[CompiledGrammar]":
         with self._lock:
             future = self._known.get(key)
             if future is None or (future.done() and future.exception() is not None):
                 if self._pool is None:
                     self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "jaxkv-grammar")
-                future = self._known[key] = self._pool.submit(self._compile, key, form, vocabulary, allowed_token_ids)
+                future = self._known[key] = self._pool.submit(make)
             self._known.move_to_end(key)
         return future
 
-    def watch_json(self) -> OnHost:
-        """Free text that may not end before it holds a complete JSON object or array."""
-        return OnHost("watch_json", lambda: JsonWatch(self.vocabulary))
-
-    def _compile(
-        self, key: str, form: Form, vocabulary: TokenVocabulary, allowed: tuple[int, ...] | None
-    ) -> CompiledGrammar:
+    def _compile(self, key: str, form: Form, allowed: tuple[int, ...] | None, canonical: bool) -> CompiledGrammar:
         try:
-            return self._on_device(key, form, vocabulary, allowed)
+            return self._on_device(key, form, allowed, canonical)
         except (TooLarge, UnsupportedSchema) as error:
             reason = error
         try:
@@ -98,24 +116,19 @@ class GrammarCompiler:
             if not isinstance(form, JsonSchema | ToolCalls | Triggered):
                 raise
             try:  # neither takes it whole: less of it
-                return self._on_device(key, form, vocabulary, allowed, shallow=True)
+                return self._on_device(key, form, allowed, canonical, shallow=True)
             except RequestError:
                 pass  # the first reason says more
             raise
 
     def _on_device(
-        self,
-        key: str,
-        form: Form,
-        vocabulary: TokenVocabulary,
-        allowed: tuple[int, ...] | None,
-        *,
-        shallow: bool = False,
+        self, key: str, form: Form, allowed: tuple[int, ...] | None, canonical: bool, *, shallow: bool = False
     ) -> OnDevice:
         automaton = to_automaton(form, shallow=shallow)
         if automaton.is_empty:
             raise RequestError(f"{form.kind}: no text fulfils it")
-        tables = build_tables(automaton, vocabulary)
+        vocabulary = self._vocabulary(for_tools=isinstance(form, ToolCalls))
+        tables = build_tables(automaton, vocabulary, canonical=canonical)
         if allowed is not None:
             tables = restrict(tables, allowed)
         if not self._fits(tables):
@@ -129,7 +142,7 @@ class GrammarCompiler:
                 f"{form.kind} with allowed_token_ids: only grammars that fit the device can be combined with them; {reason}"
             ) from reason
         try:
-            return OnHost(key, self._host.matcher(form))
+            return OnHost(key, self._host_grammars().matcher(form))
         except RequestError as error:
             if isinstance(reason, UnsupportedSchema):
                 raise reason from error
@@ -138,9 +151,11 @@ class GrammarCompiler:
     def _keep(self, key: str, num_bytes: int) -> None:
         """Books tables; those unused for longest go when there are too many."""
         with self._lock:
+            self._total_bytes += num_bytes - self._bytes.get(key, 0)
             self._bytes[key] = num_bytes
-            for other in list(self._known):
-                if sum(self._bytes.values()) <= CACHE_BYTES:
+            for other in [*self._known]:
+                if self._total_bytes <= CACHE_BYTES:
                     break
                 if other != key and other in self._bytes:
-                    del self._known[other], self._bytes[other]
+                    del self._known[other]
+                    self._total_bytes -= self._bytes.pop(other)

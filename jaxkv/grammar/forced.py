@@ -1,58 +1,68 @@
 """Tokens that a grammar leaves no choice about, as the model's own tokenizer would write them.
 
 Where the automaton allows one byte after another and nothing else, the text is known; its tokens are not quite: the
-model might go on with a token that reaches over the end of that text, or have begun it inside one. A model that is fed
-tokens it would never write itself gets worse, so only tokens are forced that stay the same whatever comes next. This is
-what llguidance's `compute_ff_tokens` does, with one thing more: of what may come next only what the grammar allows counts.
+model might go on with a token that reaches over the end of that text. A model that is fed tokens it would never write
+itself gets worse, so only tokens are forced that stay the same whatever comes next. This is what llguidance's
+`compute_ff_tokens` does, with one thing more: of what may come next only what the grammar allows counts.
+
+What is forced depends on the state alone, so it can be part of the token tables (`force`): there the mask of a forced
+state has that one token. Whether it is then sampled or known beforehand makes no difference, and a request's tokens do
+not depend on when somebody had time to look.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv.errors import RequestError
 from jaxkv.grammar.automaton import DEAD, ByteAutomaton
-from jaxkv.grammar.tables import TokenTables
+from jaxkv.grammar.rows import Rows
 from jaxkv.grammar.trie import find_node
 from jaxkv.grammar.vocabulary import TokenVocabulary
 
-MAX_CONTEXT = 8  # tokens before, with which the forced text is tokenised
 MAX_TAIL = 32  # bytes of the longest token that may reach over the end; longer ones are runs of spaces and dashes
 MAX_PROBES = 64  # continuations that are tried against the tokenizer
 PROBES_PER_BYTE = 8
+MAX_LOOKS = 400  # states of a grammar whose text is tokenised, a millisecond each; the rest stay as they are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ForcedTokens:
-    """Answers are kept, so that a grammar in use costs a look-up.
+class ForcedText:
+    """What must follow in the states of an automaton.
 
     Args:
-        automaton: that `tables` were built from.
-        tables: of the grammar.
-        vocabulary: with `encode`.
+        automaton: of a grammar.
+        vocabulary: with `encode`, or nothing is forced.
     """
 
     automaton: ByteAutomaton
-    tables: TokenTables
     vocabulary: TokenVocabulary
-    _known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
-    def after(self, state: int, previous: Sequence[int]) -> tuple[int, ...]:
-        """Ids that must follow; none if there is a choice at once, or if it is not certain how the text is written.
-
-        Args:
-            state: of the tables.
-            previous: ids before, of the output or of the prompt if the output is empty; the last few suffice.
-        """
-        byte_state = int(self.tables.byte_state[state])
-        if self.vocabulary.encode is None or not self._single_byte[byte_state] >= 0:
+    def tokens_after(self, byte_state: int) -> tuple[int, ...]:
+        """Ids that must follow; none if there is a choice at once, or if it is not certain how the text is written."""
+        if self.vocabulary.encode is None or not self.is_forced[byte_state]:
             return ()
-        context = tuple(previous[-MAX_CONTEXT:])
-        key = state, context
-        if key not in self._known:
-            self._known[key] = self._find(byte_state, context)
-        return self._known[key]
+        text = _whole_characters(self.forced_bytes(byte_state))
+        ids = self._encode(text)
+        if not text or ids is None:
+            return ()
+        end_state = self._run(byte_state, text)
+        certain = len(text) - self._open_tail(text, end_state)
+        ends = np.cumsum([len(self.vocabulary.token_bytes(i)) for i in ids])
+        ids = ids[: int(np.searchsorted(ends, certain, side="right"))]
+        for probe in self._probes(end_state) if ids else ():  # merges may reach farther back than any one token
+            longer = self._encode(text + probe)
+            if longer is None:
+                return ()
+            same = [a == b for a, b in zip(ids, longer, strict=False)]
+            ids = ids[: same.index(False) if False in same else len(same)]
+        return tuple(ids)
+
+    @property
+    def is_forced(self) -> np.ndarray:
+        """bool [N], only one byte may come in a state."""
+        return self._single_byte >= 0
 
     @functools.cached_property
     def _single_byte(self) -> np.ndarray:
@@ -74,37 +84,13 @@ class ForcedTokens:
             assert len(found) <= self.automaton.num_states, "forced bytes without an end"
         return bytes(found)
 
-    def _find(self, byte_state: int, context: tuple[int, ...]) -> tuple[int, ...]:
-        text = _whole_characters(self.forced_bytes(byte_state))
-        context = self._readable(context)
-        before = b"".join(self.vocabulary.token_bytes(i) for i in context)
-        ids = self._encode(before + text)
-        if ids is None or tuple(ids[: len(context)]) != context:
-            return ()  # the model would have begun this text inside its last token
-        end_state = self._run(byte_state, text)
-        certain = len(before) + len(text) - self._open_tail(before + text, end_state)
-        ends = np.cumsum([len(self.vocabulary.token_bytes(i)) for i in ids])
-        ids = ids[: int(np.searchsorted(ends, certain, side="right"))]
-        for probe in self._probes(end_state):  # merges may reach farther back than any one token
-            longer = self._encode(before + text + probe)
-            if longer is None:
-                return ()
-            same = [a == b for a, b in zip(ids, longer, strict=False)]
-            ids = ids[: same.index(False) if False in same else len(same)]
-        return tuple(ids[len(context) :])
-
-    def _readable(self, context: tuple[int, ...]) -> tuple[int, ...]:
-        """The last tokens of `context` that are whole characters and no special tokens."""
-        for start in range(len(context) + 1):
-            part = [self.vocabulary.token_bytes(i) for i in context[start:]]
-            if all(part) and _is_utf8(b"".join(part)):
-                return context[start:]
-        return ()
-
     def _encode(self, text: bytes) -> list[int] | None:
         """Ids of the text; None if the tokenizer does not write just this text (it normalises, or has no tokens)."""
         assert self.vocabulary.encode is not None
-        ids = self.vocabulary.encode(text.decode())
+        try:
+            ids = self.vocabulary.encode(text.decode())
+        except RequestError:
+            return None
         return ids if b"".join(self.vocabulary.token_bytes(i) for i in ids) == text else None
 
     def _open_tail(self, text: bytes, end_state: int) -> int:
@@ -152,3 +138,49 @@ def _whole_characters(text: bytes) -> bytes:
     except UnicodeDecodeError as error:
         return text[: error.start]
     return text
+
+
+def force(automaton: ByteAutomaton, rows: Rows, vocabulary: TokenVocabulary) -> tuple[Rows, np.ndarray]:
+    """Leaves the one forced token in states that have one.
+
+    Looked at are the states where tokens that were chosen end, the first state, and those after forced tokens. Left
+    alone are states inside wide loops, and tokens that share their spelling with others.
+
+    Returns:
+        The rows that are left, and int32 [N]: the token each state forces, -1 where there is a choice.
+    """
+    forced = np.full(automaton.num_states, -1, np.int32)
+    text = ForcedText(automaton, vocabulary)
+    if vocabulary.encode is None or not text.is_forced.any():
+        return rows, forced
+    single = rows.single
+    may = text.is_forced.copy()
+    for group in rows.groups:
+        may[group.states] = False
+    _, first_id = vocabulary.ranked_ids
+    queue = [automaton.start, *np.unique(single.state[~may[single.origin]]).tolist()]
+    seen = np.zeros(automaton.num_states, bool)
+    num_looks = 0
+    while queue and num_looks < MAX_LOOKS:
+        state = queue.pop()
+        if seen[state] or not may[state]:
+            continue
+        seen[state] = True
+        num_looks += 1
+        for token in text.tokens_after(state):
+            rank = int(vocabulary.rank_of[token])
+            edges = slice(rows.first[state], rows.first[state + 1])
+            found = np.flatnonzero(single.where[edges] == rank)
+            if forced[state] >= 0 or not may[state] or not len(found) or first_id[rank + 1] - first_id[rank] > 1:
+                break
+            forced[state], seen[state] = token, True
+            state = int(single.state[edges][found[0]])
+        if forced[state] < 0:
+            targets = single.state[rows.first[state] : rows.first[state + 1]]
+            queue += [state, *np.unique(targets).tolist()]
+    chosen = forced[single.origin]
+    keep = np.flatnonzero((chosen < 0) | (vocabulary.rank_of[chosen] == single.where))
+    single = single.take(keep)
+    first = np.searchsorted(single.origin, np.arange(automaton.num_states + 1))
+    ranges = rows.ranges[forced[rows.ranges[:, 0]] < 0] if len(rows.ranges) else rows.ranges
+    return dataclasses.replace(rows, single=single, first=first, ranges=ranges), forced

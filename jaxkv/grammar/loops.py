@@ -198,8 +198,8 @@ def _template_of(
     templates = vocabulary.templates
     template = templates.pop(key, None)
     if template is None:
-        while len(templates) >= MAX_TEMPLATES:
-            templates.pop(next(iter(templates)))
+        for oldest in [*templates][: len(templates) - MAX_TEMPLATES + 1]:  # a copy: others compile at the same time
+            templates.pop(oldest, None)
         template = make_template(local, len(states), vocabulary)
     templates[key] = template  # the last one used stands last
     return template

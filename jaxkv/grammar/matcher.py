@@ -1,5 +1,7 @@
 """Steps through token tables on the host: the plain form of what the device does with them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxkv.grammar.tables import TokenTables
@@ -26,6 +28,12 @@ class TokenMatcher:
             return False
         self.state, self.counter = self._after(int(self.tables.class_of[token_id]))
         return True
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that are known to be allowed."""
+        for token in token_ids:
+            self.state, self.counter = self._after(int(self.tables.class_of[token]))
+        assert self.state != 0 or not token_ids, "the output left its grammar"
 
     def allows(self, token_id: int) -> bool:
         return bool(self._words()[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
@@ -67,6 +75,8 @@ class TokenMatcher:
 
     def _after(self, token_class: int) -> tuple[int, int]:
         state = int(self.tables.next[self.state, token_class])
+        if self.tables.count is None:
+            return state, 0
         return state, int(self._counters(np.array([token_class]))[0])
 
     def _counters(self, classes: np.ndarray) -> np.ndarray:

@@ -20,10 +20,13 @@ from jaxkv.grammar.automaton import ByteAutomaton
 from jaxkv.grammar.classes import Transitions, transitions
 from jaxkv.grammar.distances import UNREACHABLE, Distances, Moves, distances, find_moves, reachable
 from jaxkv.grammar.errors import TooLarge
+from jaxkv.grammar.forced import force
 from jaxkv.grammar.masks import Masks, state_masks
 from jaxkv.grammar.rows import token_rows
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.windows import BASE, LEN_A, LEN_B, address
+
+HOST_ONLY = ("byte_state", "forced")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class TokenTables:
             `tokens that remain > slack[state]` needs no mask for its budget.
         byte_state: int32 [S], the state of the byte automaton.
         end_ids: that the masks contain.
+        forced: int32 [S], the only token a state allows, where the model's tokenizer leaves no doubt about it (`forced`);
+            -1 elsewhere.
     """
 
     vocab_size: int
@@ -72,6 +77,7 @@ class TokenTables:
     slack: np.ndarray
     byte_state: np.ndarray
     end_ids: tuple[int, ...]
+    forced: np.ndarray
 
     @property
     def num_states(self) -> int:
@@ -81,7 +87,7 @@ class TokenTables:
     @property
     def nbytes(self) -> int:
         """Of what the device holds."""
-        arrays = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "byte_state"]
+        arrays = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in HOST_ONLY]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     @property
@@ -91,9 +97,20 @@ class TokenTables:
 
 
 def build_tables(
-    automaton: ByteAutomaton, vocabulary: TokenVocabulary, budget: TableBudget | None = None
+    automaton: ByteAutomaton,
+    vocabulary: TokenVocabulary,
+    budget: TableBudget | None = None,
+    *,
+    canonical: bool = False,
 ) -> TokenTables:
     """Compiles an automaton for a vocabulary.
+
+    Args:
+        automaton: the texts.
+        vocabulary: the tokens.
+        budget: what the tables may cost.
+        canonical: where the grammar leaves one text, only the tokens the model's tokenizer has for it are allowed, as
+            `forced` has it. The texts are the same.
 
     Raises:
         TooLarge: the tables exceed the budget, or the vocabulary lacks single bytes that a counted string needs.
@@ -105,6 +122,9 @@ def build_tables(
     barred = np.zeros(automaton.num_states, bool)
     while True:
         rows = token_rows(automaton, vocabulary, barred=barred, max_work=budget.max_work)
+        forced = np.full(automaton.num_states, -1, np.int32)
+        if canonical:
+            rows, forced = force(automaton, rows, vocabulary)
         table = transitions(automaton, rows, vocabulary, budget.max_bytes)
         moves = find_moves(automaton, rows, table)
         reached = reachable(moves, automaton.start, automaton.num_states)
@@ -120,7 +140,7 @@ def build_tables(
     if np.any(reached & (highest == UNREACHABLE)):
         raise TooLarge("with these tokens a counted string cannot be completed from every length; use the host matcher")
     masks = state_masks(automaton, rows, vocabulary, budget.max_bytes)
-    return _assemble(automaton, vocabulary, table, moves, masks, dist, reached, budget)
+    return _assemble(automaton, vocabulary, table, moves, masks, dist, reached, forced, budget)
 
 
 def _assemble(
@@ -131,6 +151,7 @@ def _assemble(
     masks: Masks,
     dist: Distances,
     reached: np.ndarray,
+    forced: np.ndarray,
     budget: TableBudget,
 ) -> TokenTables:
     """Leaves out states where no token ends, and numbers the others anew."""
@@ -159,6 +180,7 @@ def _assemble(
         slack=farthest[old],
         byte_state=old.astype(np.int32),
         end_ids=vocabulary.end_ids,
+        forced=forced[old],
     )
     if result.nbytes > budget.max_bytes:
         raise TooLarge(f"the token tables need {result.nbytes} bytes, more than max_bytes={budget.max_bytes}")

@@ -80,7 +80,7 @@ class Service:
         priority: int,
         timeout_s: float | None,
     ) -> Request:
-        """A checked request; safe in any thread.
+        """A checked request; safe in any thread. What its output is to look like is compiled from now on; `begin` waits.
 
         Raises:
             RequestError: it is refused.
@@ -88,7 +88,9 @@ class Service:
         limits = [seconds for seconds in (timeout_s, self.config.timeout_s) if seconds is not None]
         if not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority={priority} must be a whole number of 32 bits; lower runs first")
-        return self.llm.prepare(prompt, params, caching, priority=priority, timeout_s=min(limits, default=None))
+        return self.llm.prepare(
+            prompt, params, caching, priority=priority, timeout_s=min(limits, default=None), wait=False
+        )
 
     async def begin(
         self,
@@ -118,6 +120,8 @@ class Service:
             Handle(request, text, stream=stream, context=context) for request, text in zip(requests, texts, strict=True)
         ]
         try:
+            for request in requests:
+                await self._await_structure(request)
             await self.engine.submit(handles)
         except BaseException as error:
             self.gate.leave(num)
@@ -127,6 +131,19 @@ class Service:
         for handle in handles:
             self._log_start(handle, user)
         return handles
+
+    async def _await_structure(self, request: Request) -> None:
+        """Waits for the compiled grammar on the event loop, for that takes up to seconds, and threads are few.
+
+        Raises:
+            RequestError: the structure cannot be enforced.
+        """
+        compiling = self.llm.compiling(request)
+        if compiling is not None:
+            ended = asyncio.wrap_future(compiling)
+            await asyncio.wait([ended])  # not `await ended`, which if cancelled would cancel what others wait for
+            ended.exception()  # is seen now; the next line raises it
+            self.llm.check_structure(request)
 
     def end(self, handles: Sequence[Handle]) -> None:
         """Cancels what still runs, and makes room."""

@@ -1,6 +1,7 @@
 """The real scheduler, runner and engine together, and what each request must give whatever happens around it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxkv.config import SchedulerConfig
@@ -50,11 +51,18 @@ class Client:
         runner: shared; nothing of an earlier client is left in it.
         tokenizer: None leaves texts empty.
         overlap: of the engine.
+        vocabulary: what grammars see of the tokenizer.
         config: changes to the scheduler's numbers.
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer | None = None, *, overlap: bool = True, **config: Any
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        overlap: bool = True,
+        vocabulary: Callable[[bool], TokenVocabulary] | None = None,
+        **config: Any,
     ) -> None:
         poison(runner)
         numbers = dict(
@@ -63,7 +71,7 @@ class Client:
         )  # fmt: skip
         scheduler = Scheduler(SchedulerConfig(**(numbers | config)))
         fits = GrammarRoom(scheduler.config.grammars, scheduler.config.max_rows).fits
-        self.grammars = GrammarCompiler(grammar_vocabulary, fits)
+        self.grammars = GrammarCompiler(vocabulary or grammar_vocabulary, fits)
         self.engine = Engine(scheduler, runner, tokenizer, overlap=overlap, grammars=self.grammars)
         self._intake = Intake(vocab_size=V, eos_ids=EOS, tokenizer=tokenizer)
         self._number = 0
@@ -167,6 +175,15 @@ class Bytes:
 def grammar_vocabulary(for_tools: bool) -> TokenVocabulary:
     """The same tokens as grammars see them; none that begins a tool call is special."""
     return make_vocabulary(PIECES, size=V, excluded=EOS, end_ids=EOS)
+
+
+def canonical_vocabulary(for_tools: bool) -> TokenVocabulary:
+    """With the tokenizer's own spelling, so that text may be forced; text that it has no tokens for is spelled by none."""
+
+    def encode(text: str) -> list[int]:
+        return Bytes().encode(text) if all(bytes([byte]) in PIECES for byte in text.encode()) else []
+
+    return dataclasses.replace(grammar_vocabulary(for_tools), encode=encode)
 
 
 def make_tokenizer(vocabulary: Any = None) -> Tokenizer:

@@ -1,5 +1,8 @@
 """Matchers on the host: the same language as the device's tables, masks with the right stop ids, JSON that is watched."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,8 +13,8 @@ from jaxkv.grammar.compiled import OnDevice, OnHost
 from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.grammar.host import HostGrammars, fill_masks
 from jaxkv.grammar.matcher import TokenMatcher
-from jaxkv.grammar.vocabulary import make_vocabulary
-from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
+from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex, ToolCalls
 
 TOKENS = [bytes([i]) for i in range(128)] + [b"ab", b'{"', b'":', b"bc,", b"", b"\xc3", b"\xa9"]
 END, SILENT = len(TOKENS), len(TOKENS) + 1
@@ -89,6 +92,47 @@ def test_equal_forms_are_compiled_once_and_failures_are_tried_again() -> None:
     assert COMPILER.submit(Regex("q(")) is not failed
 
 
+def test_many_threads_share_a_compiler() -> None:
+    """The server prepares requests in several: each grammar and each vocabulary is made once, and nobody waits."""
+    made: list[bool] = []
+
+    def make(for_tools: bool) -> TokenVocabulary:
+        made.append(for_tools)
+        time.sleep(0.05)  # so that all threads are here before the first is done
+        return VOCABULARY
+
+    compiler = GrammarCompiler(make, lambda _: True)
+    forms: list[Form] = [Regex(f"[ab]{{{i}}}c+") for i in range(1, 5)]
+    forms += [Grammar('start: "a" start "b" | "c"'), ToolCalls([{"name": "f"}], "required", format="smollm2")]
+    barrier, found, waits = threading.Barrier(8), [], []
+
+    def ask() -> None:
+        barrier.wait()
+        start = time.perf_counter()
+        futures = [compiler.submit(form) for form in forms] + [compiler.watch_json()]
+        waits.append(time.perf_counter() - start)
+        found.append([future.result() for future in futures])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(one is other for each in found for one, other in zip(each, found[0], strict=True))
+    assert sorted(made) == [False, True] and max(waits) < 0.05, (made, waits)
+
+
+def test_old_tables_go_when_there_are_too_many(monkeypatch) -> None:
+    compiler = GrammarCompiler(lambda _: VOCABULARY, lambda _: True)
+    first = compiler.submit(Regex("a{3}"))
+    grammar = first.result()
+    assert isinstance(grammar, OnDevice)
+    monkeypatch.setattr("jaxkv.grammar.compiler.CACHE_BYTES", 3 * grammar.tables.nbytes)
+    for number in range(4, 9):
+        compiler.submit(Regex(f"a{{{number}}}")).result()
+    assert compiler.submit(Regex("a{8}")).done() and compiler.submit(Regex("a{3}")) is not first
+
+
 @pytest.mark.parametrize(
     ("text", "complete"),
     [
@@ -97,7 +141,7 @@ def test_equal_forms_are_compiled_once_and_failures_are_tried_again() -> None:
     ],
 )  # fmt: skip
 def test_json_is_watched_for(text: str, complete: bool) -> None:
-    grammar = COMPILER.watch_json()
+    grammar = COMPILER.watch_json().result()
     assert isinstance(grammar, OnHost)
     assert grammar.start(text.encode()).is_accepting == complete
     tokens = [TOKENS.index(b"ab"), *text.encode()]  # whatever the tokens are

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from jaxkv import LLM
+from jaxkv.structured import JsonSchema
 from tests.serve.stage import NAME, LiveServer, begun, stream, wait_until
 
 LONG = {"model": NAME, "prompt": "Once upon", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -155,6 +156,32 @@ def test_prompts_are_logged_only_if_asked(tiny_llm: LLM, caplog: pytest.LogCaptu
 
 def _broken(prompt: str, *_: object, **__: object) -> Any:
     raise ValueError(f"cannot do {prompt}")
+
+
+def test_grammars_that_compile_for_long_keep_nobody_else_waiting(server: LiveServer, monkeypatch) -> None:
+    """Forty requests wait for one grammar: more than there are threads to wait in."""
+    grammars = server.service.llm._engine._grammars
+    assert grammars is not None
+    ready, submit = concurrent.futures.Future(), grammars.submit
+    ready_later = submit(JsonSchema({"const": "yes"}))
+
+    def slow(form: Any, *args: Any) -> Any:
+        return ready if isinstance(form, JsonSchema) else submit(form, *args)
+
+    monkeypatch.setattr(grammars, "submit", slow)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "x"}, "strict": True}}
+    waiting = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "response_format": schema}
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        held = [pool.submit(server.post, "/v1/chat/completions", waiting) for _ in range(40)]
+        assert server.post("/v1/completions", SHORT).status_code == 200
+        refused = server.post("/v1/completions", {**SHORT, "prompt": [10**6]})
+        assert refused.status_code == 400 and not any(one.done() for one in held)
+        ready.set_result(ready_later.result())
+        answers = [one.result() for one in held]
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    assert sum(answer.status_code == 200 for answer in answers) > 20
+    assert all("yes" in answer.text for answer in answers if answer.status_code == 200)
+    server.check_idle()
 
 
 def test_a_bad_request_touches_no_other(server: LiveServer) -> None:
