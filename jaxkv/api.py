@@ -20,7 +20,9 @@ from jaxkv.explain import Explanation, explain_live
 from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
+from jaxkv.page_map import SchedulerView
 from jaxkv.progress import Progress
+from jaxkv.recorder import Recorder
 from jaxkv.request import Request, RequestOutput, SamplingParams
 from jaxkv.saving import SavedPrefix, save_prefix
 from jaxkv.scheduler import SchedulerStats
@@ -508,6 +510,18 @@ class LLM:
     def max_rows(self) -> int:
         """Sequences that run at once, over all data shards."""
         return self._engine.scheduler.config.max_rows
+
+    def record(self, on: bool = True) -> Recorder | None:
+        """Begins to note what each request does when (or goes on with it), or ends that and forgets it."""
+        if not on:
+            self._engine.recorder = None
+        elif self._engine.recorder is None:
+            self._engine.recorder = Recorder()
+        return self._engine.recorder
+
+    def look(self) -> SchedulerView:
+        """Who holds which page, who runs and who waits."""
+        return self._engine.scheduler.look()
 
     def stats(self) -> Stats:
         """Pages, utilisation, reuse, preemptions, steps, compiles."""

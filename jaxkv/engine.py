@@ -19,6 +19,7 @@ from jaxkv.events import Committed, Finished
 from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.outputs import OutputBuilder
+from jaxkv.recorder import Recorder
 from jaxkv.request import FinishReason, Request, SamplingParams
 from jaxkv.runner import InFlight, Runner
 from jaxkv.scheduler import Scheduler, SchedulerStats
@@ -66,6 +67,7 @@ class Engine:
         self._aborts: collections.deque[str] = collections.deque()  # asked for while a step was running
         self._is_stepping = False
         self._grammars = grammars
+        self.recorder: Recorder | None = None  # hears of every step while somebody looks
         self._compiling: dict[str, concurrent.futures.Future[CompiledGrammar]] = {}  # by request, in order of arrival
 
     def compile(self, params: SamplingParams) -> "concurrent.futures.Future[CompiledGrammar] | None":
@@ -218,6 +220,8 @@ class Engine:
 
     def _take_in(self, committed: Committed, dispatched_s: float) -> None:
         now = time.monotonic()
+        if self.recorder is not None:
+            self.recorder.note(committed, dispatched_s, now)
         for request_id in committed.admitted:
             if request_id in self._builders:
                 self._builders[request_id].admitted(dispatched_s)
@@ -244,6 +248,8 @@ class Engine:
         now = time.monotonic()
         while self._finished:
             event = self._finished[0]
+            if self.recorder is not None:
+                self.recorder.end(event, now)
             builder = self._builders[event.request_id]
             try:
                 builder.finish(event, now)

@@ -6,10 +6,11 @@ cost more than everything else the host does. Objects exist only for what is rar
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from jaxkv.plan import StepResult
+from jaxkv.plan import Chunk, StepResult
 from jaxkv.request import FinishReason
 
 
@@ -62,6 +63,7 @@ class Committed:
     counts: np.ndarray  # int [num_decode_rows]: leading tokens that count; what lies beyond was dropped
     watched: np.ndarray  # intp [num]: decode rows with tokens whose sequence is watched
     result: StepResult  # log-probabilities of decode rows, at the same places
+    chunks: tuple[tuple[Any, Chunk], ...] = ()  # the `Sequence` of each chunk, to read, and the chunk
     sampled: tuple[NewTokens, ...] = ()  # from chunks that ended a prompt (or a recomputation)
     scores: tuple[Scores, ...] = ()
     admitted: tuple[str, ...] = ()  # ids of requests for which this was the first step

@@ -54,6 +54,11 @@ class Intake:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
+        if params.prompt_logprobs_from and params.prompt_logprobs_from >= len(prompt_token_ids):
+            raise RequestError(
+                f"prompt_logprobs_from={params.prompt_logprobs_from} leaves nothing of a prompt of "
+                f"{len(prompt_token_ids)} tokens to score; it must be less than its length"
+            )
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError("stop and bad_words need a tokenizer, and this model has none; use stop_token_ids")
         if (params.structured or params.suppress_eos_until) and self.tokenizer is None:

@@ -67,6 +67,10 @@ class Memory:
     def counts(self) -> PageCounts:
         return self._allocator.counts
 
+    def is_cached(self) -> np.ndarray:
+        """Whether each page, the null page included, has a key in the prefix cache: bool [num_pages]."""
+        return self._allocator.is_cached()
+
     @property
     def num_retained(self) -> int:
         """Cached pages that nobody holds, before their deadline."""

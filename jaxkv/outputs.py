@@ -107,7 +107,7 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self.grammar: CompiledGrammar | None = None  # set by the engine when it is compiled
         self._children = [_Child(CompletionText(request, tokenizer), []) for _ in range(request.params.n)]
-        self._scores: list[TokenLogprobs | None] = [None]
+        self._scores: list[TokenLogprobs | None] = [None] * max(request.params.prompt_logprobs_from, 1)
         self._cached_tokens = self._written_tokens = 0
         self._num_preemptions = 0
         self._admitted_s: float | None = None

@@ -14,6 +14,8 @@ needs its memory, and no second structure can disagree about that.
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from jaxkv.eviction import LruOrder
 from jaxkv.shelf import Shelf
 
@@ -63,6 +65,10 @@ class PageAllocator:
 
     def is_referenced(self, page: int) -> bool:
         return self._references[page] > 0
+
+    def is_cached(self) -> np.ndarray:
+        """Whether each page's content has a key, held or not: bool [num_pages]."""
+        return np.array(self._cached)
 
     def try_allocate(self, num: int) -> list[int] | None:
         """`num` pages with one reference each, or None (and nothing changed) if there are not as many."""

@@ -60,6 +60,8 @@ class SamplingParams:
     n: int = 1  # completions, forked from one prefill
     logprobs: int | None = None  # chosen token plus this many likeliest; 0: chosen only
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    # Index of the first prompt token that `prompt_logprobs` is for; what stands before it may come from the cache.
+    prompt_logprobs_from: int = 0
     structured: Form | None = None  # what the output must look like, see `structured`
     suppress_eos_until: str | None = None  # "json": no stop id before the output holds a complete JSON object or array
 
@@ -87,7 +89,7 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        for name in ("max_tokens", "min_tokens", "top_k", "n"):
+        for name in ("max_tokens", "min_tokens", "top_k", "n", "prompt_logprobs_from"):
             _require(name, getattr(self, name), _is_int(getattr(self, name)), "a whole number")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
@@ -121,6 +123,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _require(name, value, _is_int(value) and 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
+        _require("prompt_logprobs_from", self.prompt_logprobs_from, self.prompt_logprobs_from >= 0, ">= 0")
+        if self.prompt_logprobs_from and self.prompt_logprobs is None:
+            raise RequestError(f"prompt_logprobs_from={self.prompt_logprobs_from} needs prompt_logprobs; set it, too")
         self._check_collections()
         self._check_structured()
 
@@ -250,5 +255,6 @@ class RequestOutput:
     cached_tokens: int  # prompt tokens read from the cache, also 0
     cache_written_tokens: int  # prompt tokens computed, in full pages that later requests can find
     uncached_tokens: int  # the rest: the prompt's last, partly filled page, and pages that someone else published first
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first entry is None: nothing precedes it
+    # The first entry is None, for nothing precedes it; so are those before `prompt_logprobs_from`.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: RequestMetrics | None = None

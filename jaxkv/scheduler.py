@@ -22,6 +22,7 @@ from jaxkv.events import Committed, Finished, NewTokens, Scores
 from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.holds import Holds
 from jaxkv.memory import Reuse
+from jaxkv.page_map import SchedulerView, look
 from jaxkv.plan import Chunk, PromptScores, SampledTokens, StepPlan, StepResult
 from jaxkv.planner import Flight, Planner
 from jaxkv.request import FinishReason, Request
@@ -200,6 +201,7 @@ class Scheduler:
             counts=counts,
             watched=watched,
             result=result,
+            chunks=tuple(zip(flight.chunk_sequences, plan.chunks, strict=True)),
             sampled=tuple(sampled),
             scores=tuple(scores),
             admitted=flight.admitted,
@@ -228,6 +230,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counters and gauges, made when asked."""
         return take_stats(self._roster, num_steps=self._num_planned, num_in_flight=len(self._flights))
+
+    def look(self) -> SchedulerView:
+        """The pool and everyone in it, for people to look at."""
+        return look(self._roster)
 
     def check(self) -> None:
         """Asserts that every structure tells the same story; for tests."""

@@ -74,7 +74,8 @@ class Sequence:
         self.may_publish = True  # False once its K/V and the cache's namespace differ
 
         self.last_step_id = -1  # newest step that computed for it, up to when it left its row
-        self.num_scored = 0  # prompt positions whose scores were delivered
+        # Leading prompt positions whose scores were delivered, or that nobody wants.
+        self.num_scored = max(request.params.prompt_logprobs_from - 1, 0)
         self.cached_tokens: int | None = None  # prompt tokens read from the cache; None before first admission
         self.cache_written_tokens = 0  # prompt tokens in pages that it published first
         self.num_settled = 0  # leading prompt tokens of which it is decided whether they were read or written

@@ -29,7 +29,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         usage="jaxkv chat -m MODEL [options]", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message at the head of the conversation")
-    options.add_sampling_options(parser, skip=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
+    options.add_sampling_options(
+        parser, skip=("n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"), defaults={"max_tokens": 1024}
+    )
     options.add_cache_options(parser, skip=("cache_breakpoints",))  # they would be the same in every turn
     options.add_model_options(parser)
     parser.set_defaults(run=run)

@@ -79,6 +79,7 @@ SAMPLING_OPTIONS = (
     Option("n", "completions for each prompt", "N", int),
     Option("logprobs", "log-probabilities of each token and its K likeliest rivals (see --json)", "K", int),
     Option("prompt_logprobs", "the same for the prompt's tokens", "K", int),
+    Option("prompt_logprobs_from", "index of the first prompt token that --prompt-logprobs is for", "N", int),
     Option("suppress_eos_until", "json: do not end before the output holds a complete JSON object or array", "WHAT"),
 )
 

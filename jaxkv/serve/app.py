@@ -14,12 +14,13 @@ from starlette.routing import Route
 
 import jaxkv
 from jaxkv.errors import JaxkvError
-from jaxkv.serve import anthropic_routes, openai_routes, token_routes
+from jaxkv.serve import anthropic_routes, dashboard, openai_routes, token_routes
 from jaxkv.serve.errors import ApiError, refusal
 from jaxkv.serve.limits import check_key
 from jaxkv.serve.openapi import document
 from jaxkv.serve.service import Service
 from jaxkv.serve.sse import ClientGone
+from jaxkv.serve.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _HUNG_UP = 499  # nginx's status for a client that left; nobody reads it
 def make_app(service: Service) -> Starlette:
     """The ASGI application; the engine thread runs from its start-up to its shutdown."""
 
+    watch = Watch(service)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         service.engine.start()
@@ -38,6 +41,7 @@ def make_app(service: Service) -> Starlette:
             yield
         finally:
             service.engine.close()
+            watch.close()
 
     routes = [
         Route("/v1/chat/completions", _guard(openai_routes.chat_completions), methods=["POST"]),
@@ -54,9 +58,14 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", _guard(_metrics, is_open=True)),
         Route("/version", _guard(_version, is_open=True)),
         Route("/openapi.json", _guard(_openapi, is_open=True)),
+        Route("/dashboard", _guard(dashboard.page, is_open=True)),
+        Route("/dashboard/state", _guard(dashboard.state)),
+        Route("/dashboard/requests/{name}", _guard(dashboard.timeline)),
+        Route("/trace", _guard(dashboard.trace)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.state.service = service
+    app.state.watch = watch
     return app
 
 

@@ -83,7 +83,7 @@ class EngineThread:
     def __init__(self, llm: "LLM", on_news: OnNews) -> None:
         self._llm = llm
         self._on_news = on_news
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._active: dict[str, tuple[Handle, OutputBuilder]] = {}  # touched by the thread only
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._is_closing = False
@@ -129,6 +129,10 @@ class EngineThread:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         self._inbox.put(functools.partial(_carry_out, work, future))
         return await asyncio.wrap_future(future)
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Runs `work` in the thread between two steps; nobody waits for it."""
+        self._inbox.put(work)
 
     def close(self) -> None:
         """Cancels what is left and ends the thread."""

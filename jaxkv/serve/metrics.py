@@ -38,6 +38,11 @@ class Histogram:
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    @property
+    def totals(self) -> tuple[float, int]:
+        """Sum and count."""
+        return self._sum, sum(self._counts)
+
     def family(self, name: str, labels: dict[str, str]) -> Metric:
         total, buckets = 0, []
         for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):

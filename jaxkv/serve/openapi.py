@@ -44,6 +44,7 @@ _FAILURES = {
     "429": "The queue is full; Retry-After says when to try again.",
     "503": "The server is shutting down.",
 }
+_TOO_LATE = {"504": "The time for the request was over before its answer was complete."}
 
 
 @functools.cache
@@ -57,12 +58,14 @@ def document() -> dict[str, Any]:
             schemas[f"{model.__name__}.{name}"] = part
         schemas[model.__name__] = schema
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-        is_anthropic = issubclass(model, CountFields)
+        error = "AnthropicError" if issubclass(model, CountFields) else "OpenAIError"
+        failures = _FAILURES | (_TOO_LATE if model is MessagesFields else {})  # OpenAI's answers have a reason for it
+        responses = _responses(answer, error, failures, streams=streams)
         return {
             "post": {
                 "summary": summary,
                 "requestBody": {"required": True, "content": body},
-                "responses": _responses(answer, "AnthropicError" if is_anthropic else "OpenAIError", streams=streams),
+                "responses": responses,
             }
         }
 
@@ -89,13 +92,13 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def _get(summary: str, answer: dict[str, Any]) -> dict[str, Any]:
-    return {"get": {"summary": summary, "responses": _responses(answer, "OpenAIError", streams=False)}}
+    return {"get": {"summary": summary, "responses": _responses(answer, "OpenAIError", _FAILURES, streams=False)}}
 
 
-def _responses(answer: dict[str, Any], error: str, *, streams: bool) -> dict[str, Any]:
+def _responses(answer: dict[str, Any], error: str, failures: dict[str, str], *, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     failed = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
-    failures = {status: {"description": text, "content": failed} for status, text in _FAILURES.items()}
-    return {"200": {"description": "The answer.", "content": content}, **failures}
+    told = {status: {"description": text, "content": failed} for status, text in failures.items()}
+    return {"200": {"description": "The answer.", "content": content}, **told}

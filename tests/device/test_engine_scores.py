@@ -94,6 +94,26 @@ def test_scoring_without_generating(runner: Runner, dense: Dense, prompt_len: in
     client.check_idle()
 
 
+@pytest.mark.parametrize("start", [1, 8, 9, 17, 39])
+@pytest.mark.parametrize("settings", [{}, dict(token_budget=11), dict(num_pages=11, token_budget=24)], ids=str)
+def test_only_the_end_is_scored(runner: Runner, dense: Dense, start: int, settings: dict) -> None:
+    """What stands before the first scored token may come from the cache, and scores are as without it."""
+    what = ask(TEXT[:40], max_tokens=0, prompt_logprobs=1, prompt_logprobs_from=start)
+    busy = ask(TEXT[10:50], max_tokens=30, ignore_eos=True, prompt_logprobs=2, prompt_logprobs_from=20)
+    expected, client = dense.logprobs(what.prompt), Client(runner, **settings)
+    for num_cached in (0, (start - 1) // PAGE * PAGE):
+        output, other = client.generate(what, busy)
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 40
+        assert output.prompt_logprobs[:start] == (None,) * start
+        for position, entry in enumerate(output.prompt_logprobs[start:], start):
+            assert entry is not None
+            check_entry(entry, what.prompt[position], expected[position - 1], 1)
+        assert output.cached_tokens == num_cached or "num_pages" in settings
+        assert other.prompt_logprobs is not None and [entry is None for entry in other.prompt_logprobs].count(True) == 20
+        check_tokens(other, busy, dense)
+    client.check_idle()
+
+
 def test_only_finite_numbers_come_out() -> None:
     """A chosen token that the raw logits call impossible still has a number; NaN has none (behaviour 33)."""
     nan, inf = float("nan"), float("inf")

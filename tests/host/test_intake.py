@@ -77,3 +77,9 @@ def test_bad_words() -> None:
     assert make(bad_words=("-", "ab", "ab", "c"), intake=WITH_TOKENIZER).bad_words_ids == (
         (50,), (10, 11), (50, 10, 11), (12,), (50, 12),
     )  # fmt: skip
+
+
+def test_something_is_left_to_score() -> None:
+    assert make(prompt_logprobs=0, prompt_logprobs_from=1, max_tokens=0).params.prompt_logprobs_from == 1
+    with pytest.raises(RequestError, match="prompt_logprobs_from=2 leaves nothing of a prompt of 2 tokens"):
+        make(prompt_logprobs=0, prompt_logprobs_from=2)

@@ -38,6 +38,7 @@ def test_accepted(fields: dict) -> None:
         *(("min_tokens", value) for value in (-1, 17)),
         *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)),
         *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, MAX_LOGPROBS + 1, True, 1.0)),
+        *(("prompt_logprobs_from", value) for value in (-1, 1.0, True, 3)),
         *(("stop", value) for value in ("", ("a", ""), (b"a",))),
         *(("bad_words", value) for value in ("", " ", (3,))),
         *(("stop_token_ids", value) for value in ((-1,), ("a",), tuple(range(MAX_STOP_IDS + 1)))),

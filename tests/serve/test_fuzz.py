@@ -48,7 +48,11 @@ def test_nothing_makes_it_fail(server: LiveServer, path: str, num: int) -> None:
                     case.body[name] = 8
         response = case.call(timeout=60)
         seen.add(response.status_code)
-        case.validate_response(response, checks=CHECKS)
+        checks = CHECKS
+        if response.status_code == 504:  # it asked to be given up so soon
+            assert case.body["timeout"] < 60
+            checks = [check for check in CHECKS if check is not not_a_server_error]
+        case.validate_response(response, checks=checks)
 
     send()
     assert 400 in seen or path == "/detokenize"
