@@ -32,7 +32,7 @@ _REQUIRED = object()
 
 
 class HfConfig:
-    """One pass over a config.
+    """One pass over a config; every method raises CheckpointError for a field that is missing or of the wrong kind.
 
     Args:
         values: the parsed config.json, or an object in it.

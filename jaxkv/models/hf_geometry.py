@@ -60,7 +60,11 @@ def read_geometry(
 
 
 def read_windows(config: HfConfig, num_layers: int, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """The window of each layer, by `layer_types` or what stands for it where it is missing."""
+    """The window of each layer, by `layer_types` or what stands for it where it is missing.
+
+    Raises:
+        CheckpointError: it names other kinds, or a window that the config does not have.
+    """
     types = config.get("layer_types", list(default))
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_ATTENTION):
         raise CheckpointError(f"config field layer_types={types!r} must name one of {_ATTENTION} for each layer")
@@ -120,6 +124,9 @@ def make_rope(
     Args:
         part: of a head that is rotated.
         original_max_len: what the config says outside of the object, which then counts.
+
+    Raises:
+        CheckpointError: a kind or a field is not known, missing or impossible.
     """
     max_len, head_dim = geometry["max_len"], geometry["head_dim"]
     width = int(head_dim * part)
