@@ -62,7 +62,11 @@ class Caching:
     chat_marks: tuple[Mark, ...] = ()  # from marks on tools and messages
 
     def marks(self, prompt_len: int) -> tuple[Mark, ...]:
-        """What is to be kept of a prompt of `prompt_len` tokens; raises as `prompt_marks`."""
+        """What is to be kept of a prompt of `prompt_len` tokens.
+
+        Raises:
+            RequestError: as `prompt_marks`; or the chat has marks and there is a retention, too.
+        """
         if self.chat_marks and self.retention is not None:
             raise RequestError(_two_answers(self.retention))
         return self.chat_marks + prompt_marks(self.control, self.retention, prompt_len)

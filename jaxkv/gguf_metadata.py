@@ -56,7 +56,11 @@ def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_gguf_header(path: str | os.PathLike[str]) -> GgufHeader:
-    """The same with the directory of tensors."""
+    """The same with the directory of tensors.
+
+    Raises:
+        CheckpointError: the file is missing, cut off or damaged.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:

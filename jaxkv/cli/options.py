@@ -254,7 +254,7 @@ def add_model_options(
         is_positional: the model is the command's argument, instead of -m.
     """
     group = parser.add_argument_group("model")
-    what = "smollm2, a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id"
+    what = "smollm2, gemma3-270m, a Hugging Face folder, a .gguf file, a folder written by `jaxkv convert`, or a hub id"
     if is_positional:
         group.add_argument("model", metavar="MODEL", help=what)
     else:

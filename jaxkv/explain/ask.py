@@ -129,7 +129,11 @@ class _Fields:
         self.left = set(self._value)
 
     def take(self, name: str, kind: type | tuple[type, ...]) -> Any:
-        """The field; None if it is missing or null."""
+        """The field; None if it is missing or null.
+
+        Raises:
+            RequestError: it is of another kind.
+        """
         self.left.discard(name)
         value = self._value.get(name)
         kinds = kind if isinstance(kind, tuple) else (kind,)

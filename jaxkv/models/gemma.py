@@ -34,6 +34,7 @@ def gemma2_config(values: Mapping[str, Any]) -> ModelConfig:
     config.only("model_type", "gemma2")
     fields = _fields(config, max_len=8192)
     windows = _windows(config, fields["num_layers"], period=2)
+    config.only("sliding_window_size", read_window(config, 4096))  # of the 9B models; transformers does not read it
     cfg = ModelConfig(
         **fields,
         kinds=layer_kinds([read_rope(config, fields)] * len(windows), windows),
@@ -98,10 +99,10 @@ def _windows(config: HfConfig, num_layers: int, period: int) -> Sequence[int | N
 def _ropes(config: HfConfig, fields: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Of layers without a window, and with one; only the former are stretched."""
     bases = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
-    scaling, parameters = config.get("rope_scaling", {}), config.get("rope_parameters", {})
+    scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
     names = ("full_attention", "sliding_attention")
     both = HfConfig(parameters, "rope_parameters.")
-    objects = [both.get(name, {}) for name in names]
+    objects = [both.table(name) for name in names]
     both.finish()
     objects[0] = {**scaling, **objects[0]}
     prefixes = ["rope_scaling." if scaling else f"rope_parameters.{names[0]}.", f"rope_parameters.{names[1]}."]

@@ -15,6 +15,7 @@ _HARMLESS_FIELDS = """
 architectures model_type name_or_path torch_dtype dtype use_cache is_decoder is_llama_config auto_map
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
 initializer_range attention_dropout hidden_dropout embd_dropout resid_dropout resid_pdrop embd_pdrop attn_pdrop
+pretraining_tp cache_implementation
 output_hidden_states output_attentions output_scores output_router_logits router_aux_loss_coef router_jitter_noise
 return_dict return_dict_in_generate
 torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
@@ -31,7 +32,7 @@ _REQUIRED = object()
 
 
 class HfConfig:
-    """One pass over a config.
+    """One pass over a config; every method raises CheckpointError for a field that is missing or of the wrong kind.
 
     Args:
         values: the parsed config.json, or an object in it.
@@ -75,6 +76,13 @@ class HfConfig:
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"config field {self._prefix}{name}={value!r} must be true or false")
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """An object; an empty one if the field is absent or null."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"config field {self._prefix}{name}={value!r} must be an object")
         return value
 
     def only(self, name: str, *supported: Any) -> None:

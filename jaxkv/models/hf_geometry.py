@@ -60,7 +60,11 @@ def read_geometry(
 
 
 def read_windows(config: HfConfig, num_layers: int, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """The window of each layer, by `layer_types` or what stands for it where it is missing."""
+    """The window of each layer, by `layer_types` or what stands for it where it is missing.
+
+    Raises:
+        CheckpointError: it names other kinds, or a window that the config does not have.
+    """
     types = config.get("layer_types", list(default))
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_ATTENTION):
         raise CheckpointError(f"config field layer_types={types!r} must name one of {_ATTENTION} for each layer")
@@ -92,10 +96,10 @@ def read_rope(
         is_partial: the family may rotate a part of a head only.
     """
     base = config.number("rope_theta", base)
-    scaling, parameters = config.get("rope_scaling", {}), config.get("rope_parameters", {})
+    scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
     rope = HfConfig({**scaling, **parameters}, "rope_parameters." if parameters else "rope_scaling.")
     part = _partial_factor(config, rope, is_partial)
-    original = config.get("original_max_position_embeddings", None)
+    original = _size_or_none(config, "original_max_position_embeddings")
     return make_rope(rope, geometry, base=base, part=part, original_max_len=original)
 
 
@@ -120,12 +124,15 @@ def make_rope(
     Args:
         part: of a head that is rotated.
         original_max_len: what the config says outside of the object, which then counts.
+
+    Raises:
+        CheckpointError: a kind or a field is not known, missing or impossible.
     """
     max_len, head_dim = geometry["max_len"], geometry["head_dim"]
     width = int(head_dim * part)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     rope.get("type", None)
-    found = rope.get("original_max_position_embeddings", None)  # may stand there for any kind
+    found = _size_or_none(rope, "original_max_position_embeddings")  # may stand there for any kind
     original = original_max_len or found or max_len
     if kind not in _KINDS:
         raise rope.unsupported("rope_type", kind, *_KINDS)
@@ -141,6 +148,10 @@ def make_rope(
     return made
 
 
+def _size_or_none(config: HfConfig, name: str) -> int | None:
+    return None if config.get(name, None) is None else config.size(name)
+
+
 def _llama3(rope: HfConfig, width: int, max_len: int, original: int) -> dict[str, Any]:
     return {
         "factor": rope.number("factor"),
@@ -152,8 +163,8 @@ def _llama3(rope: HfConfig, width: int, max_len: int, original: int) -> dict[str
 
 def _yarn(rope: HfConfig, width: int, max_len: int, original: int) -> dict[str, Any]:
     factor = rope.number("factor", max_len / original)
-    mscale, mscale_all = rope.get("mscale", None), rope.get("mscale_all_dim", None)
-    if mscale and mscale_all:
+    if rope.get("mscale", None) and rope.get("mscale_all_dim", None):
+        mscale, mscale_all = rope.number("mscale"), rope.number("mscale_all_dim")
         scale = Rope.yarn_attention_factor(factor, mscale) / Rope.yarn_attention_factor(factor, mscale_all)
     else:
         scale = Rope.yarn_attention_factor(factor)
@@ -178,10 +189,12 @@ def _longrope(rope: HfConfig, width: int, max_len: int, original: int) -> dict[s
 
 
 def _factors(rope: HfConfig, field: str, width: int) -> tuple[float, ...]:
-    values = tuple(float(factor) for factor in rope.get(field))
-    if len(values) != width // 2 or min(values) <= 0:
+    values = rope.get(field)
+    if not isinstance(values, list) or not all(isinstance(each, (int, float)) and each > 0 for each in values):
+        raise CheckpointError(f"rope {field}={values!r} must be a list of numbers > 0")
+    if len(values) != width // 2:
         raise CheckpointError(f"rope {field} must be {width // 2} numbers > 0, found {len(values)}")
-    return values
+    return tuple(float(each) for each in values)
 
 
 # (object, rotated dims, max_len, tokens in training) -> fields of Rope; `factors` is GGUF's own

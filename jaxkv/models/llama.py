@@ -26,7 +26,6 @@ def llama_config(values: Mapping[str, Any]) -> ModelConfig:
             f"config field sliding_window={window} is below max_position_embeddings={fields['max_len']}: Llama has no "
             "windows; set model_type to mistral if the model does"
         )
-    config.only("pretraining_tp", 1)
     config.only("layer_types", ["full_attention"] * fields["num_layers"])
     bias = config.flag("attention_bias", False)
     cfg = ModelConfig(

@@ -23,12 +23,15 @@ def phi3_config(values: Mapping[str, Any]) -> ModelConfig:
     scaling = {
         field: {**values[field], **dict.fromkeys({"type", "rope_type"} & set(values[field]), "longrope")}
         for field in ("rope_scaling", "rope_parameters")
-        if values.get(field) and "yarn" in (values[field].get("rope_type"), values[field].get("type"))
+        if isinstance(values.get(field), Mapping)
+        and "yarn" in (values[field].get("rope_type"), values[field].get("type"))
     }
     config = HfConfig({**values, **scaling})
     config.only("model_type", "phi3")
     fields = read_geometry(config, max_len=4096, norm_eps=1e-5)
     config.only("attention_bias", False)
+    for field in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's first code; transformers has neither
+        config.only(field, 1)
     kinds = layer_kinds([read_rope(config, fields, is_partial=True)], [read_window(config, None)])
     cfg = ModelConfig(**fields, kinds=kinds)
     config.finish()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.errors import CheckpointError
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.family import Family
 from jaxkv.models.hf_config import HfConfig
@@ -45,6 +46,7 @@ def qwen3_moe_config(values: Mapping[str, Any]) -> ModelConfig:
     config.get("intermediate_size", None)  # of layers without experts, which the next two lines refuse
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [])
+    config.only("use_qk_norm", True)  # in configs of the coder models; transformers does not read it
     window = read_window(config, 4096) if config.flag("use_sliding_window", False) else None
     config.get("sliding_window", None)
     config.get("max_window_layers", None)  # transformers reads it for dense models only
@@ -74,6 +76,8 @@ def _kinds(config: HfConfig, fields: Mapping[str, Any]) -> Any:
     window = read_window(config, 4096) if has_window else None
     config.get("sliding_window", None)
     first = config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise CheckpointError(f"config field max_window_layers={first!r} must be a whole number")
     types = ["sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(num)]
     return layer_kinds([read_rope(config, fields)] * num, read_windows(config, num, window, types))
 

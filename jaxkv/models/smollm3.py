@@ -24,7 +24,6 @@ def smollm3_config(values: Mapping[str, Any]) -> ModelConfig:
     rotates = _rotates(config, num)
     window = read_window(config, None) if config.flag("use_sliding_window", False) else None
     config.get("sliding_window", None)
-    config.only("pretraining_tp", 1)
     config.get("max_window_layers", None)  # in published configs; transformers does not read it
     types = ["full_attention" if has_rope or window is None else "sliding_attention" for has_rope in rotates]
     windows = read_windows(config, num, window, types)

@@ -43,7 +43,11 @@ class HfVocabulary:
         return b"" if token is None else self._decoder.to_bytes(token, added=token_id in self.added_ids, first=True)
 
     def affixes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids that the file's post-processor puts before and after a prompt."""
+        """Ids that the file's post-processor puts before and after a prompt.
+
+        Raises:
+            CheckpointError: it does something else to the prompt.
+        """
         bare = self.backend.encode("a", add_special_tokens=False).ids
         full = self.backend.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):

@@ -69,9 +69,17 @@ def test_explicit_factors_divide_frequencies() -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type='proportional' is not supported"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": "8k"}},
+            "must be a whole number",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": ["a"] * 4}},
+            r"short_factor=.* must be a list of numbers > 0",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "finetuned": True}}, "rope_scaling.finetuned=True"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
@@ -81,6 +89,7 @@ def test_explicit_factors_divide_frequencies() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 0.7}}, "attention_factor=0.7"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "must be 4 numbers > 0, found 1"),
+        ({"clip_qkv": 8.0}, "does not know.*clip_qkv=8.0"),
         ({"sliding_window": 64}, "sliding_window=64 is below max_position_embeddings=128"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types=.* is not supported"),
         ({"attention_multiplier": 0.5}, "does not know.*attention_multiplier=0.5; delete"),
@@ -137,6 +146,11 @@ def test_quantised_checkpoints_are_refused_by_name(method: str) -> None:
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*must name one of"),
         ("qwen3_moe", {"moe_intermediate_size": 8, "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ("qwen3_moe", {"moe_intermediate_size": 8, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_moe", {"moe_intermediate_size": 8, "use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers='all' must be a whole number"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported"),
+        ("phi3", {"lm_head_bias": True}, "does not know.*lm_head_bias=True"),
+        ("gemma2", {"sliding_window_size": 512}, "sliding_window_size=512 is not supported"),
         ("qwen3_moe", {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),

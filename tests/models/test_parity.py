@@ -15,7 +15,7 @@ from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.sharding import make_mesh
 from tests.checkpoint.tools import full_attention, load, params
-from tests.models.families import VARIANTS, build
+from tests.models.families import FIRST, VARIANTS, build
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -59,12 +59,12 @@ def _logits(graph: Any, state: Any, token_ids: jax.Array) -> jax.Array:
     return model.logits(hidden)
 
 
-def ours(folder: Path, per_layer: bool, max_len: int) -> Any:
+def ours(folder: Path, per_layer: bool, max_len: int, dtype: Any = np.float32) -> Any:
     """`logits(token_ids)` of the checkpoint in an engine for `max_len` tokens."""
     source = HfSource(folder)
     family, cfg = model_config(source)
     cfg = cfg.for_len(max_len)
-    model = load_model(source, family, cfg, dtype=np.dtype(np.float32), mesh=make_mesh(1), per_layer=per_layer)
+    model = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), per_layer=per_layer)
     graph, state = nnx.split(model)
     return lambda token_ids: np.asarray(_logits(graph, state, jnp.asarray(token_ids, jnp.int32)))
 
@@ -78,6 +78,26 @@ def test_logits_match_transformers(name: str, per_layer: bool, tmp_path: Path) -
     assert np.abs(expected).max() > 1  # otherwise 1e-4 would say nothing
     logits = ours(tmp_path, per_layer, MAX_LEN.get(name, 144))
     np.testing.assert_allclose(logits(tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_bfloat16_is_no_further_from_float32_than_transformers_is(name: str, tmp_path: Path) -> None:
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(1).integers(3, 96, PROMPT_LEN)
+    exact = theirs_logits(theirs, tokens, by_token=False)
+    rounded = theirs_logits(theirs.to(torch.bfloat16).float(), tokens, by_token=False)  # bfloat16 weights only
+    ids = torch.from_numpy(tokens)[None]
+    with torch.no_grad():
+        all_rounded = theirs.to(torch.bfloat16)(ids).logits[0].float().numpy()
+    limit = max(rms(all_rounded - exact), rms(rounded - exact))
+    logits = ours(tmp_path, True, 144, jnp.bfloat16)(tokens)
+    assert logits.dtype == np.float32
+    assert 0 < rms(logits - exact) < 1.5 * limit  # NaN fails too
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def test_sharded_bf16_files_of_transformers(tmp_path: Path) -> None:

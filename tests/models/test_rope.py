@@ -11,12 +11,6 @@ from jaxkv.models.hf_config import HfConfig
 from jaxkv.models.hf_geometry import read_rope
 from jaxkv.models.rope import Rope, rotate
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 parity = pytest.mark.parity
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -40,7 +34,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def init_functions() -> Any:
+    """By kind of rope: frequencies and the factor of cosines and sines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("torch")
+        return pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+
+
 def both(parameters: dict[str, Any], base: float, max_len: int = 131072) -> tuple[Any, Rope]:
+    transformers = pytest.importorskip("transformers")
     values = {"rope_theta": base, **parameters}
     config = transformers.LlamaConfig(
         hidden_size=512,
@@ -58,9 +61,10 @@ def both(parameters: dict[str, Any], base: float, max_len: int = 131072) -> tupl
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_and_phases(kind: str, base: float) -> None:
+    functions = init_functions()
     config, rope = both(KINDS[kind], base)
     for seq_len in (64, 131072):
-        freq, factor = ROPE_INIT_FUNCTIONS[KINDS[kind]["rope_type"]](config, "cpu", seq_len=seq_len)
+        freq, factor = functions[KINDS[kind]["rope_type"]](config, "cpu", seq_len=seq_len)
         here = rope.for_len(seq_len)
         np.testing.assert_allclose(here.inv_freq(), freq.numpy(), rtol=3e-7)
         assert here.attention_factor == pytest.approx(factor)
@@ -76,8 +80,9 @@ def test_frequencies_and_phases(kind: str, base: float) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("length", [1, 4096, 4097, 5000, 16000])
 def test_dynamic_turns_each_token_as_the_last_of_its_sequence(length: int) -> None:
+    functions = init_functions()
     config, rope = both(KINDS["dynamic"], 10000.0, max_len=4096)
-    freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
+    freq, _ = functions["dynamic"](config, "cpu", seq_len=length)
     cos, _ = rope.phases(jnp.asarray([length - 1], jnp.int32))
     np.testing.assert_allclose(np.asarray(cos)[0, 0], np.cos((length - 1) * freq.numpy().astype(np.float64)), atol=0.01)
 
