@@ -15,26 +15,36 @@ FAR = np.iinfo(np.int32).max  # distance of a state that cannot reach acceptance
 
 def distances(automaton: ByteAutomaton) -> np.ndarray:
     """int32 [N]: the fewest bytes from each state to acceptance, counters aside; `FAR` where there is no way."""
-    count, classes = automaton.next.shape
-    source = np.repeat(np.arange(count, dtype=np.int32), classes)
-    target = automaton.next.reshape(-1)
-    alive = target > 0
-    source, target = source[alive], target[alive]
-    order = np.argsort(target, kind="stable")
-    source = source[order]
-    begin = np.searchsorted(target[order], np.arange(count + 1))
+    count = automaton.num_states
+    source, begin = _predecessors(automaton.next)
     distance = np.full(count, FAR, np.int32)
     frontier = np.flatnonzero(automaton.accepting)
     distance[frontier] = 0
     steps = 0
     while len(frontier):
         steps += 1
-        lengths = begin[frontier + 1] - begin[frontier]
-        offsets = np.repeat(begin[frontier] - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
-        before = source[offsets + np.arange(int(lengths.sum()))]
+        before = _sources(source, begin, frontier)
         frontier = np.unique(before[distance[before] == FAR])
         distance[frontier] = steps
     return distance
+
+
+def _predecessors(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int32, the sources of all transitions, by target, and int64 [N + 1] where those of each target begin."""
+    count, classes = table.shape
+    source = np.repeat(np.arange(count, dtype=np.int32), classes)
+    target = table.reshape(-1)
+    alive = target > 0
+    source, target = source[alive], target[alive]
+    order = np.argsort(target, kind="stable")
+    return source[order], np.searchsorted(target[order], np.arange(count + 1))
+
+
+def _sources(source: np.ndarray, begin: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """int32, sources of the transitions to some states."""
+    lengths = begin[targets + 1] - begin[targets]
+    offsets = np.repeat(begin[targets] - (np.cumsum(lengths) - lengths), lengths)
+    return source[offsets + np.arange(int(lengths.sum()))]
 
 
 def reachable(automaton: ByteAutomaton) -> np.ndarray:
@@ -108,26 +118,29 @@ def _refine(table: np.ndarray, effect: np.ndarray, key: np.ndarray, rng: np.rand
     _, blocks = np.unique(key, return_inverse=True)
     count = int(blocks.max()) + 1
     single = np.bincount(blocks) == 1
-    active = np.flatnonzero(~single[blocks])
     effect = np.broadcast_to(effect, table.shape)
     mix = rng.integers(1, 2**63, 2 * len(table) + 2, dtype=np.uint64)  # a random number for each block
-    while len(active):
-        rows = mix[blocks[table[active]]] + effect[active].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        signature = (rows * weights).sum(axis=1, dtype=np.uint64) ^ (mix[blocks[active]] << np.uint64(1))
-        order = np.lexsort((signature, blocks[active]))
-        members, signature, old = active[order], signature[order], blocks[active][order]
+    before, begin = _predecessors(table)
+    signature = np.zeros(len(table), np.uint64)
+    affected = np.arange(len(table))  # states of which a successor changed its block
+    while len(affected := affected[~single[blocks[affected]]]):
+        rows = mix[blocks[table[affected]]] + effect[affected].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        signature[affected] = (rows * weights).sum(axis=1, dtype=np.uint64)
+        touched = np.zeros(count, bool)
+        touched[blocks[affected]] = True
+        members = np.flatnonzero(touched[blocks])
+        members = members[np.lexsort((signature[members], blocks[members]))]
+        old, signed = blocks[members], signature[members]
         fresh = np.concatenate([[True], old[1:] != old[:-1]])
-        split = np.concatenate([[False], (signature[1:] != signature[:-1]) & ~fresh[1:]])
-        if not split.any():
-            break
-        # The first part of a block keeps its number, so that blocks which did not split hash as before.
+        split = np.concatenate([[False], (signed[1:] != signed[:-1]) & ~fresh[1:]])
+        # The first part of a block keeps its number, so that only what leads to the others must be looked at again.
         part = np.where(split, 1, 0).cumsum()
         at_fresh = np.maximum.accumulate(np.where(fresh, np.arange(len(part)), 0))
-        since = part - part[at_fresh]
-        blocks[members] = np.where(since > 0, count - 1 + part, old)
+        moved = part - part[at_fresh] > 0
+        blocks[members[moved]] = count - 1 + part[moved]
         count += int(split.sum())
         single = np.bincount(blocks, minlength=count) == 1
-        active = members[~single[blocks[members]]]
+        affected = np.unique(_sources(before, begin, members[moved]))
     return blocks
 
 
