@@ -73,7 +73,10 @@ class Planner:
 
     def make(self) -> Flight | None:
         """Plans the step; None if there is nothing to compute now."""
-        behind, max_steps = self._rows.behind(), 1 if self._rows.num_on_host else self._config.decode_steps
+        behind = self._rows.behind()
+        if self._config.has_windows:
+            self._extend(behind)
+        max_steps = 1 if self._rows.num_on_host else self._config.decode_steps
         batch = self._rows.without_awaited(self._rows.decode_batch(), self._committed_id)
         batch, num_steps = self._reserve(batch, 1 if behind or self._may_admit() else max_steps)
         if behind or self._may_admit():  # asked again: a preemption made room, maybe for others
@@ -136,7 +139,7 @@ class Planner:
             num_steps = min(num_steps, max(batch.max_remaining(), 1))
         while True:
             lacking = batch.pages_lacking(num_steps, self._config.page_size)
-            num_lacking = self._shards.sums(batch.rows, lacking)
+            num_lacking = self._shards.sums(batch.rows, lacking * len(self._config.windows))
             short = [shard for shard, num in enumerate(num_lacking) if num > self._memories[shard].num_available]
             if not short:
                 if any(num_lacking):
@@ -152,12 +155,36 @@ class Planner:
         grown = np.flatnonzero(lacking)
         rows, lacking = rows[grown], lacking[grown]
         for row, num, seq in zip(rows.tolist(), lacking.tolist(), self._rows.sequences[rows], strict=True):
-            pages, of_shard = seq.pages, new_pages[self._shards.of(row)]
+            of_shard = new_pages[self._shards.of(row)]
             for _ in range(num):
-                page = next(of_shard)
-                self._writes.append(PageWrite(row, len(pages), page))
-                pages.append(page)
+                for group, pages in enumerate(seq.tables):
+                    self._append(row, group, pages, next(of_shard))
         self._rows.capacity[rows] += lacking * self._config.page_size
+
+    def _append(self, row: int, group: int, pages: list[int], page: int) -> None:
+        self._writes.append(PageWrite(row, group * self._config.max_pages + len(pages), page))
+        pages.append(page)
+
+    def _extend(self, behind: list[Sequence]) -> None:
+        """Takes the pages of the next chunks in groups with a window, which have pages of some chunks only.
+
+        Pages that left the window make up for them, except those that others share: then the worst-ranked sequences go.
+        """
+        for seq in behind:
+            while seq.is_placed:
+                end = min(seq.num_tokens, seq.num_computed + self._config.token_budget)
+                memory = self._roster.memory_of(seq)
+                lacking = [max(memory.num_pages(end) - len(pages), 0) for pages in seq.tables]
+                if sum(lacking) <= memory.num_available:
+                    new = iter(memory.take(sum(lacking)))
+                    for group, (pages, num) in enumerate(zip(seq.tables, lacking, strict=True)):
+                        for _ in range(num):
+                            self._append(seq.row, group, pages, next(new))
+                    self._rows.capacity[seq.row] = min(map(len, seq.tables)) * self._config.page_size
+                    break
+                shard = self._shards.of(seq.row)
+                assert self._rows.num_placed_on(shard) > 1, "admitted though it can never be finished"
+                self._roster.preempt(self._roster.worst_on(shard))
 
     def _make_room(self, batch: DecodeBatch, shard: int) -> DecodeBatch:
         """Preempts the shard's worst sequence; a sole one ends, unless tokens in flight may end it by themselves."""
@@ -170,13 +197,13 @@ class Planner:
         return batch.select(batch.rows != row)
 
     def _end_for_lack_of_pages(self, seq: Sequence, num_tokens: int) -> None:
-        config, memory = self._config, self._memories[0]  # they are all alike
+        config = self._config
         self._roster.end(
             seq,
             Ending(
                 FinishReason.ERROR,
-                error=f"{num_tokens} tokens need {memory.num_pages(num_tokens)} pages of {config.page_size}, "
-                f"{config.pool_name} has {memory.num_total}; lower max_tokens or raise num_pages",
+                error=f"{num_tokens} tokens need {config.num_needed(num_tokens)} pages of {config.page_size}, "
+                f"{config.pool_name} has {config.num_pages - 1}; lower max_tokens or raise num_pages",
             ),
         )
 
@@ -237,7 +264,7 @@ class Planner:
         if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
-        if self._memories[0].num_pages(seq.num_tokens) > self._memories[0].num_total:
+        if self._config.num_needed(seq.num_tokens) > self._config.num_pages - 1:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
         offers = self._placement.offers(seq, self._open, self._parent_to_fork(seq))
@@ -290,9 +317,12 @@ class Planner:
                 grammar_count=count,
             )
         )
-        self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
-        if reuse.copy_from is not None:
-            self._copies.append(PageCopy(row, reuse.copy_from, seq.pages[len(reuse.pages)]))
+        for group, pages in enumerate(seq.tables):
+            start, left = group * self._config.max_pages, seq.num_left[group]
+            self._writes.extend(PageWrite(row, start + index, pages[index]) for index in range(left, len(pages)))
+        if reuse.copy_from:
+            targets = [pages[len(reuse.pages)] for pages in seq.tables]
+            self._copies.extend(PageCopy(row, *pair) for pair in zip(reuse.copy_from, targets, strict=True))
 
     def _place_grammar(self, seq: Sequence) -> tuple[GrammarPlace | None, int, int]:
         """Where its grammar lies, and state and counter after the output known so far (behaviour 11)."""
