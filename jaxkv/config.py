@@ -1,8 +1,10 @@
 """The scheduler's settings: frozen, keyword-only, with units. `settings.resolve` makes them."""
 
 import dataclasses
+import functools
 
 from jaxkv.errors import ConfigError
+from jaxkv.paging import Paging
 from jaxkv.shards import Shards
 
 EVICTIONS = ("lru", "cost", "adaptive")
@@ -128,22 +130,10 @@ class SchedulerConfig:
         """Pages of a group that a row may have."""
         return -(-self.max_len // self.page_size)
 
-    def num_left(self, position: int, window: int | None) -> int:
-        """Leading pages that a token at `position`, and those after it, do not see."""
-        return 0 if window is None else max(position - window + 1, 0) // self.page_size
-
-    def num_kept(self, num_tokens: int, window: int | None) -> int:
-        """Most pages that a sequence of up to `num_tokens` tokens has at once in a group of layers.
-
-        In a window: those that it covers, those of a chunk, and one for each end that lies within a page and for the page that
-        is kept so that the next turn can go on from the last full page.
-        """
-        num_pages = -(-num_tokens // self.page_size)
-        return num_pages if window is None else min(num_pages, (window + self.token_budget) // self.page_size + 4)
-
-    def num_needed(self, num_tokens: int) -> int:
-        """Most pages that a sequence of up to `num_tokens` tokens has at once, in all groups."""
-        return sum(self.num_kept(num_tokens, window) for window in self.windows)
+    @functools.cached_property
+    def paging(self) -> Paging:
+        """How many pages tokens take."""
+        return Paging(page_size=self.page_size, windows=self.windows, max_chunk=self.token_budget)
 
     @property
     def shards(self) -> Shards:

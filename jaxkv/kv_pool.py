@@ -95,7 +95,7 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
 
 def _too_large(spec: PoolSpec, free: int) -> str:
     num_pages = spec.num_pages * spec.num_shards
-    fits = max(free // (spec.page_bytes * spec.num_shards) - 1, 0)  # on a shard
+    fits = max(free // (spec.page_bytes * spec.num_shards) - 1, 0) // spec.num_groups  # on a shard, of all layers
     return (
         f"the page pool needs {spec.pool_bytes:,} bytes ({num_pages} pages of {spec.page_bytes:,}), {free:,} are "
         f"free; at most num_pages={fits * spec.num_shards}, max_len={fits * spec.page_size} would fit"

@@ -60,7 +60,7 @@ class Memory:
     ) -> None:
         self._tiers = PageTiers(config.tiers) if tiers is None else tiers
         self._shard = shard
-        self._config = config
+        self._paging = config.paging
         self._windows = config.windows
         self._page_size = config.page_size
         self.num_left_windows = 0  # pages that sequences gave back while they ran
@@ -138,7 +138,7 @@ class Memory:
         # The last prompt token is computed again, in the child's own page, to sample with the child's own key.
         num_tokens = seq.prompt_len - 1
         num_full, num_partial = divmod(num_tokens, self._page_size)
-        lefts = [self._config.num_left(num_tokens, window) for window in self._windows]
+        lefts = [self._paging.num_left(num_tokens, window) for window in self._windows]
         if any(gone > left for gone, left in zip(parent.num_left, lefts, strict=True)):
             return None
         tables = [[NULL_PAGE] * left + pages[left:num_full] for left, pages in zip(lefts, parent.tables, strict=True)]
@@ -153,7 +153,7 @@ class Memory:
             if window is None:
                 num = len(self._cache.match(_of_group(keys[:num], group)))
         num = self._shorten(keys, num)
-        lefts = [self._config.num_left(num * self._page_size, window) for window in self._windows]
+        lefts = [self._paging.num_left(num * self._page_size, window) for window in self._windows]
         return [
             [NULL_PAGE] * left + self._cache.match(_of_group(keys[left:num], group)) for group, left in enumerate(lefts)
         ]
@@ -170,12 +170,12 @@ class Memory:
         window = self._windows[group]
         if window is None:
             return num
-        left = self._config.num_left(num * self._page_size, window)
+        left = self._paging.num_left(num * self._page_size, window)
         return left + len(self._cache.match(_of_group(keys[left:num], group)))
 
     def try_attach(self, seq: Sequence, reuse: Reuse, keep_free: int) -> bool:
         """Gives a sequence the pages of its known tokens, if `keep_free` pages are left after that."""
-        lefts = [self._config.num_left(reuse.num_tokens, window) for window in self._windows]
+        lefts = [self._paging.num_left(reuse.num_tokens, window) for window in self._windows]
         num_new = self._num_first(seq, lefts, len(reuse.pages))
         # A hit that nobody holds is in the free list too: it must not count as room (behaviour 5).
         shared = [page for pages in reuse.tables for page in pages if page != NULL_PAGE]
@@ -199,7 +199,7 @@ class Memory:
         """Of each group, pages that `seq` gets with its row: all of its known tokens', or as many as it has at once."""
         num_tokens, num_pages = seq.num_tokens, self.num_pages(seq.num_tokens)
         return [
-            min(num_pages, left + self._config.num_kept(num_tokens, window)) - num_reused
+            min(num_pages, left + self._paging.num_kept(num_tokens, window)) - num_reused
             for left, window in zip(lefts, self._windows, strict=True)
         ]
 
@@ -215,7 +215,7 @@ class Memory:
         for group, (pages, window) in enumerate(zip(seq.tables, self._windows, strict=True)):
             if window is None:
                 continue
-            start, end = seq.num_left[group], self._config.num_left(position, window)
+            start, end = seq.num_left[group], self._paging.num_left(position, window)
             if end > start:
                 self._allocator.release(pages[start:end])
                 self.num_left_windows += end - start
@@ -325,7 +325,7 @@ class Memory:
             key
             for group, window in enumerate(self._windows)
             for key in _of_group(
-                keys[max(start, self._config.num_left(len(keys) * self._page_size, window)) : end], group
+                keys[max(start, self._paging.num_left(len(keys) * self._page_size, window)) : end], group
             )
         ]
 

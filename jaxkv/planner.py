@@ -202,7 +202,7 @@ class Planner:
             seq,
             Ending(
                 FinishReason.ERROR,
-                error=f"{num_tokens} tokens need {config.num_needed(num_tokens)} pages of {config.page_size}, "
+                error=f"{num_tokens} tokens need {config.paging.num_needed(num_tokens)} pages of {config.page_size}, "
                 f"{config.pool_name} has {config.num_pages - 1}; lower max_tokens or raise num_pages",
             ),
         )
@@ -264,7 +264,7 @@ class Planner:
         if seq.last_step_id > self._committed_id:  # preempted with tokens in flight: these must be known first
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
-        if self._config.num_needed(seq.num_tokens) > self._config.num_pages - 1:
+        if self._config.paging.num_needed(seq.num_tokens) > self._config.num_pages - 1:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
         offers = self._placement.offers(seq, self._open, self._parent_to_fork(seq))

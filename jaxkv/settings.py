@@ -1,6 +1,5 @@
 """From what `LLM.load` was asked to the numbers everything downstream works with: "auto" is resolved here, once."""
 
-import bisect
 import dataclasses
 import logging
 
@@ -182,9 +181,9 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
         num_shards=data,
         grammars=grammar_sizes(config.grammar_bytes, model.vocab_size),
     )
-    most = num_rows * scheduler.num_needed(max_len) + 1
+    most = num_rows * scheduler.paging.num_needed(max_len) + 1
     spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, model.num_layers, most, mesh, backend))
-    fitted = _fitted(scheduler, spec.num_pages - 1)
+    fitted = scheduler.paging.longest(spec.num_pages - 1, max_len)
     if fitted < max_len:
         log.warning("max_len=%d does not fit into %d pages: lowered to %d", max_len, spec.num_pages - 1, fitted)
     scheduler = dataclasses.replace(
@@ -221,15 +220,6 @@ def _groups(config: EngineConfig, model: ModelConfig, max_len: int) -> LayerGrou
         groups.size, model.num_layers, groups.num, groups.windows,
     )  # fmt: skip
     return groups
-
-
-def _fitted(scheduler: SchedulerConfig, num_pages: int) -> int:
-    """The longest sequence, up to `max_len`, that so many pages hold."""
-    if scheduler.num_needed(scheduler.max_len) <= num_pages:
-        return scheduler.max_len
-    size = scheduler.page_size
-    lens = range(0, scheduler.max_len + size, size)
-    return lens[bisect.bisect_right(lens, num_pages, key=scheduler.num_needed) - 1]
 
 
 def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:

@@ -83,7 +83,7 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
             self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask))
         except CapacityError:
             num_tokens = len(ask["prompt"]) + min(1, ask["max_tokens"])
-            assert self.loop.config.num_needed(num_tokens) > self.loop.config.num_pages - 1
+            assert self.loop.config.paging.num_needed(num_tokens) > self.loop.config.num_pages - 1
         self.num_added += 1
 
     @hypothesis.stateful.rule(num=st.integers(1, 6))
@@ -178,7 +178,7 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
         room = (config.num_pages - 1) * config.page_size
         num_tokens = len(request.prompt_token_ids) + num_output
         if config.has_windows:
-            assert config.num_needed(num_tokens) > config.num_pages - 1
+            assert config.paging.num_needed(num_tokens) > config.num_pages - 1
         else:
             assert num_tokens == room + 1, "it used the whole pool, and one token more is known"
         assert num_output < len(generate_alone(request, child, config.max_len, config.windows).token_ids)

@@ -12,8 +12,8 @@ import pytest
 from jaxkv.batch import Buckets
 from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import load_model, model_config
-from jaxkv.config import SchedulerConfig
 from jaxkv.models.groups import group_layers
+from jaxkv.paging import Paging
 from jaxkv.plan import StepPlan
 from jaxkv.request import RequestOutput
 from jaxkv.runner import InFlight, Runner
@@ -140,9 +140,7 @@ def test_pages_that_left_windows_do_not_matter(name: str, tmp_path: Path, monkey
     runner = runner_of(tmp_path, grouped=True)
     groups = runner.pool_spec.groups
     assert groups is not None and WINDOW in groups.windows
-    least = SchedulerConfig(
-        max_len=MAX_LEN, max_rows=4, page_size=PAGE, num_pages=2, token_budget=TILE + 3, windows=groups.windows
-    ).num_needed(MAX_LEN)
+    least = Paging(page_size=PAGE, windows=groups.windows, max_chunk=TILE + 3).num_needed(MAX_LEN)
     plenty, tight = 61 * groups.num, least + 5
     for num_pages, token_budget in ((plenty, TILES * TILE), (tight, TILE + 3)):
         with monkeypatch.context() as patch:
