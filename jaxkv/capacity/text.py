@@ -42,7 +42,7 @@ def _memory(r: Report) -> Iterator[str]:
         f"cache: {r.num_pages:,} pages of {r.page_size} tokens ({format_bytes(b.page)} each) for each of {r.data} data "
         f"shard(s), {r.num_tokens:,} tokens in all"
     )
-    if len(r.windows) > 1 or r.windows[0] is not None:
+    if r.windows != (None,):
         num_whole = r.windows.count(None)
         windows = ", ".join(f"{n:,}" for n in sorted({window for window in r.windows if window is not None}))
         yield (
