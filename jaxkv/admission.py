@@ -63,7 +63,7 @@ def check_fits(prompt_len: int, params: SamplingParams, config: SchedulerConfig)
         raise RequestError(
             f"{what} exceeds max_len={config.max_len}; shorten the prompt or raise max_len (or num_pages, if the pool lowered it)"
         )
-    num_pages = -(-(prompt_len + num_new) // config.page_size)
+    num_pages = config.paging.num_needed(prompt_len + num_new)
     if num_pages > config.num_pages - 1:
         raise CapacityError(
             f"{what} needs {num_pages} pages of {config.page_size} tokens, {config.pool_name} has {config.num_pages - 1}; "

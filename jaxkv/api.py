@@ -72,8 +72,8 @@ class LLM(RequestLoop):
             kv_dtype: of K/V in the page pool: "auto" (`dtype`), "float32", "bfloat16", or "float8_e4m3fn", which holds twice
                 the tokens of bfloat16 and rounds them.
             page_size: tokens per page.
-            num_pages: pages in the pool, a multiple of `data`; None takes `memory_fraction` of the free memory. One
-                sequence lives on one data shard, which has its share of rows and pages.
+            num_pages: pages in the pool, each for all layers, a multiple of `data`; None takes `memory_fraction` of the free
+                memory. One sequence lives on one data shard, which has its share of rows and pages.
             memory_fraction: share of free memory for the pool.
             token_budget: tokens a data shard computes in a step with prefill chunks; smaller keeps streams smoother.
             decode_steps: tokens a sequence makes in one device loop when nothing waits.
@@ -81,7 +81,8 @@ class LLM(RequestLoop):
             eviction: which cached pages go first when memory is needed: "lru", those not used for longest; "cost",
                 those that are cheapest to compute again for their age; "adaptive", these or, where more prefixes take
                 turns than there is room for, the newest.
-            host_cache_bytes: host memory for cached pages that the pool has no room for; a hit brings them back.
+            host_cache_bytes: host memory for cached pages that the pool has no room for; a hit brings them back. With it or
+                `cache_dir`, what left sliding windows stays in the pool as long as the request runs.
             cache_dir: folder for those that host memory has no room for, and for `save_prefix`; later processes with
                 this model find them there. None: no disk is used.
             disk_cache_bytes: budget of this model's pages in `cache_dir`; None is 10 GiB.

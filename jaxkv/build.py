@@ -96,7 +96,7 @@ def _grammars(tokenizer: Tokenizer, vocab_size: int, resolved: Resolved) -> Gram
 def _program_cache(family: Family, geometry: ModelConfig, resolved: Resolved, mesh: Mesh) -> ProgramCache:
     pool, backend, config = resolved.pool, resolved.backend, resolved.scheduler
     facts = (
-        family.name, family.revision, geometry, backend.name, backend.query_tile, pool.shape, pool.dtype.name,
+        family.name, family.revision, geometry, backend.name, backend.query_tile, pool.shape, pool.groups, pool.dtype.name,
         config.max_rows, config.max_len, config.decode_steps, config.grammars, dict(mesh.shape),
     )  # fmt: skip
     return ProgramCache(cache_dir() / "programs", list(mesh.devices.flat), *facts)

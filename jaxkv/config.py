@@ -1,8 +1,10 @@
 """The scheduler's settings: frozen, keyword-only, with units. `settings.resolve` makes them."""
 
 import dataclasses
+import functools
 
 from jaxkv.errors import ConfigError
+from jaxkv.paging import Paging
 from jaxkv.shards import Shards
 
 EVICTIONS = ("lru", "cost", "adaptive")
@@ -61,7 +63,7 @@ class SchedulerConfig:
 
     max_len: int  # tokens a sequence may hold, prompt and output
     max_rows: int  # sequences running at once, over all data shards
-    page_size: int  # tokens a page holds
+    page_size: int  # tokens a page holds, of one group of layers
     num_pages: int  # pages of a data shard, including its null page 0
     token_budget: int  # tokens a data shard computes in one step with chunks: decode rows first, then prefill chunks
     chunk_align: int = 1  # a chunk occupies a multiple of this many tokens of the budget (query tile of the kernels)
@@ -77,6 +79,8 @@ class SchedulerConfig:
     tiers: TierConfig = TierConfig()  # host memory and disk below the pool
     num_shards: int = 1  # data shards; each has its share of the rows, and pages of its own
     grammars: GrammarSizes = GrammarSizes()
+    # Of each group of layers, whose pages hold K/V of its layers only: tokens that they see; None: all that came before.
+    windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         for field in (
@@ -85,6 +89,10 @@ class SchedulerConfig:
         ):  # fmt: skip
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be >= 1")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(f"windows={self.windows} must name at least one group, and each window be >= 1 or None")
+        if self.has_windows and self.tiers.is_on:
+            raise ConfigError(f"windows={self.windows}: pages that left a window cannot come back from lower tiers")
         for field in ("max_bypass", "reserve_steps"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)} must be >= 0")
@@ -111,6 +119,21 @@ class SchedulerConfig:
     def pool_name(self) -> str:
         """What a sequence's pages must fit into, for errors."""
         return "the whole pool" if self.num_shards == 1 else f"each of the pool's {self.num_shards} data shards"
+
+    @property
+    def has_windows(self) -> bool:
+        """Pages leave windows while their sequence runs."""
+        return any(window is not None for window in self.windows)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a group that a row may have."""
+        return -(-self.max_len // self.page_size)
+
+    @functools.cached_property
+    def paging(self) -> Paging:
+        """How many pages tokens take."""
+        return Paging(page_size=self.page_size, windows=self.windows, max_chunk=self.token_budget)
 
     @property
     def shards(self) -> Shards:

@@ -1,10 +1,11 @@
 """The page pool: one preallocated, sharded array that every step updates in place.
 
 Layout `[L * P, 2, K, S, D]` (see `kernels_pallas.paged_attention.reference`), or what the kernels make of it (`ops`), with
-the same first and third axes: layer l's page p is entry `l * P + p`.
+the same first and third axes: layer l's page p is entry `l * P + p`. Where layers are split into groups (`models.groups`),
+l counts within the group.
 Data shards have pages of their own, so the whole array is as many of these as there are shards, one after the other.
 
-Axis letters: L layers, P pages, K KV heads, S tokens per page, D head dim, B pages moved at once.
+Axis letters: L layers of a page, P pages, K KV heads, S tokens per page, D head dim, B pages moved at once.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.models.groups import LayerGroups
 from jaxkv.ops import plain_pack, plain_shape, plain_unpack
 from jaxkv.sharding import named
 
@@ -28,7 +30,7 @@ AXES = ("pages", None, "kv_heads", None, None)
 class PoolSpec:
     """Geometry of a pool."""
 
-    num_layers: int
+    num_layers: int  # whose K/V a page holds: those of a group
     num_pages: int  # of a data shard, including the null page 0
     num_kv_heads: int  # as stored, copies included
     page_size: int  # tokens
@@ -42,6 +44,7 @@ class PoolSpec:
     unpack: Callable[[jax.Array, int], jax.Array] = plain_unpack
     kv_copies: int = 1  # of each of the model's KV heads
     num_shards: int = 1  # data shards
+    groups: LayerGroups | None = None  # None: all layers are one
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,13 +55,17 @@ class PoolSpec:
         return self.storage_shape(num_pages, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
+    def num_groups(self) -> int:
+        return 1 if self.groups is None else self.groups.num
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes a token takes over all layers."""
-        return self.page_bytes // self.page_size
+        """Bytes a token takes over all layers, as long as all see it."""
+        return self.page_bytes * self.num_groups // self.page_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes a page takes over all layers, as it is stored."""
+        """Bytes a page takes over all its layers, as it is stored."""
         return self.num_layers * math.prod(self._stored(1)) * self.storage_dtype.itemsize
 
     @property
@@ -88,7 +95,7 @@ def allocate(spec: PoolSpec, mesh: Mesh) -> jax.Array:
 
 def _too_large(spec: PoolSpec, free: int) -> str:
     num_pages = spec.num_pages * spec.num_shards
-    fits = max(free // (spec.page_bytes * spec.num_shards) - 1, 0)  # on a shard
+    fits = max(free // (spec.page_bytes * spec.num_shards) - 1, 0) // spec.num_groups  # on a shard, of all layers
     return (
         f"the page pool needs {spec.pool_bytes:,} bytes ({num_pages} pages of {spec.page_bytes:,}), {free:,} are "
         f"free; at most num_pages={fits * spec.num_shards}, max_len={fits * spec.page_size} would fit"

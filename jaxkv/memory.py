@@ -4,16 +4,20 @@ Each data shard has its own: page ids, and so what can be shared, mean something
 
 All pages of a sequence's known tokens are taken at once when it gets a row, so a prompt that started can always be
 finished; only decode rows ask for more. There is one way out, `release`, and calling it twice is harmless.
+
+Groups of layers that see a window only get as many pages as they have at once, and give one back for each that they ask
+for. The keys of other groups' pages are those of the first one's with the group's number after them.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as Ordered
 
 import numpy as np
 
 from jaxkv.adaptive_eviction import make_order
 from jaxkv.config import SchedulerConfig
-from jaxkv.pages import PageAllocator, PageCounts
+from jaxkv.pages import NULL_PAGE, PageAllocator, PageCounts
 from jaxkv.plan import PageAt
 from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
@@ -27,12 +31,18 @@ MAX_HELD_SHARE = 0.75  # of a shard's pages that open sessions may hold: the res
 class Reuse:
     """K/V that a sequence need not compute."""
 
-    pages: list[int]  # its leading pages, held by others or cached
+    # Of each group of layers, its leading pages, held by others or cached; the null page for those that it does not see.
+    tables: list[list[int]]
     num_tokens: int  # leading tokens whose K/V are there, or in lower tiers
     lower_keys: tuple[bytes, ...] = ()  # of the pages after them, which come up from lower tiers
-    copy_from: int | None = None  # the page after them is partly filled: copy this one first
+    copy_from: tuple[int, ...] = ()  # of each group: the page after them is partly filled, copy this one first
     next_key: bytes | None = None  # of the first page that could have been reused but is not known
     may_publish: bool = True  # False: the pages' content and the cache's namespace differ
+
+    @property
+    def pages(self) -> list[int]:
+        """Of the first group; all have as many."""
+        return self.tables[0]
 
 
 class Memory:
@@ -50,7 +60,10 @@ class Memory:
     ) -> None:
         self._tiers = PageTiers(config.tiers) if tiers is None else tiers
         self._shard = shard
+        self._paging = config.paging
+        self._windows = config.windows
         self._page_size = config.page_size
+        self.num_left_windows = 0  # pages that sequences gave back while they ran
         order = make_order(config.eviction, config.page_size, config.attention_len, config.num_pages - 1)
         self._shelf = Shelf(order, max_held=int((config.num_pages - 1) * MAX_HELD_SHARE))
         self._allocator = PageAllocator(config.num_pages, self._shelf)
@@ -91,10 +104,6 @@ class Memory:
         """Pages that were lost while a session held them, for nothing else was left."""
         return self._shelf.num_held_evictions
 
-    @property
-    def num_total(self) -> int:
-        return self._allocator.num_pages - 1
-
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
@@ -116,39 +125,108 @@ class Memory:
     def find_reuse(self, seq: Sequence, parent: Sequence | None) -> Reuse:
         """What `seq` can share: with `parent` (a running sequence with the same, computed prompt) or with the cache."""
         size = self._page_size
-        if parent is not None:
-            # The last prompt token is computed again, in the child's own page, to sample with the child's own key.
-            num_full, num_partial = divmod(seq.prompt_len - 1, size)
-            copy_from = parent.pages[num_full] if num_partial else None
-            return Reuse(
-                parent.pages[:num_full], seq.prompt_len - 1, copy_from=copy_from, may_publish=parent.may_publish
-            )
+        if parent is not None and (reuse := self._fork(seq, parent)) is not None:
+            return reuse
         if self._cache is None:
-            return Reuse([], 0)
+            return Reuse([[] for _ in self._windows], 0)
         self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
         keys = seq.page_keys[: seq.max_reused // size]
-        pages = self._cache.match(keys)
-        lower = tuple(self._tiers.run(keys[len(pages) :]))
-        num = len(pages) + len(lower)
-        return Reuse(pages, num * size, lower, next_key=keys[num] if num < len(keys) else None)
+        tables = self._match(keys)
+        num_known = len(tables[0])
+        lower = tuple(self._tiers.run(keys[num_known:]))
+        num = num_known + len(lower)
+        return Reuse(tables, num * size, lower, next_key=keys[num] if num < len(keys) else None)
+
+    def _fork(self, seq: Sequence, parent: Sequence) -> Reuse | None:
+        """The prompt's pages of `parent`; None if some that `seq` would see have left a window meanwhile."""
+        # The last prompt token is computed again, in the child's own page, to sample with the child's own key.
+        num_tokens = seq.prompt_len - 1
+        num_full, num_partial = divmod(num_tokens, self._page_size)
+        lefts = [self._paging.num_left(num_tokens, window) for window in self._windows]
+        if any(gone > left for gone, left in zip(parent.num_left, lefts, strict=True)):
+            return None
+        tables = [[NULL_PAGE] * left + pages[left:num_full] for left, pages in zip(lefts, parent.tables, strict=True)]
+        copy_from = tuple(pages[num_full] for pages in parent.tables) if num_partial else ()
+        return Reuse(tables, num_tokens, copy_from=copy_from, may_publish=parent.may_publish)
+
+    def _match(self, keys: Ordered[bytes]) -> list[list[int]]:
+        """Of each group, pages of the longest prefix of `keys` of which every group has what the next token sees."""
+        assert self._cache is not None
+        num = len(keys)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                num = len(self._cache.match(_of_group(keys[:num], group)))
+        num = self._shorten(keys, num)
+        lefts = [self._paging.num_left(num * self._page_size, window) for window in self._windows]
+        return [
+            [NULL_PAGE] * left + self._cache.match(_of_group(keys[left:num], group)) for group, left in enumerate(lefts)
+        ]
+
+    def _shorten(self, keys: Ordered[bytes], num: int) -> int:
+        """The most pages, up to `num`, from whose end every page that is seen through a window is there."""
+        while (shorter := min(self._first_gap(keys, num, group) for group in range(len(self._windows)))) < num:
+            num = shorter  # what is missing is seen from the end of every prefix that it is part of
+        return num
+
+    def _first_gap(self, keys: Ordered[bytes], num: int, group: int) -> int:
+        """The first page that is missing of those that a token after `num` pages sees through a group's window, or `num`."""
+        assert self._cache is not None
+        window = self._windows[group]
+        if window is None:
+            return num
+        left = self._paging.num_left(num * self._page_size, window)
+        return left + len(self._cache.match(_of_group(keys[left:num], group)))
 
     def try_attach(self, seq: Sequence, reuse: Reuse, keep_free: int) -> bool:
         """Gives a sequence the pages of its known tokens, if `keep_free` pages are left after that."""
-        num_new = self.num_pages(seq.num_tokens) - len(reuse.pages)
+        lefts = [self._paging.num_left(reuse.num_tokens, window) for window in self._windows]
+        num_new = self._num_first(seq, lefts, len(reuse.pages))
         # A hit that nobody holds is in the free list too: it must not count as room (behaviour 5).
-        num_unheld = sum(not self._allocator.is_referenced(page) for page in reuse.pages)
-        if self.num_available - num_unheld - num_new < keep_free:
+        shared = [page for pages in reuse.tables for page in pages if page != NULL_PAGE]
+        num_unheld = sum(not self._allocator.is_referenced(page) for page in shared)
+        if self.num_available - num_unheld - sum(num_new) < keep_free:
             return False
-        self._allocator.share(reuse.pages)
+        self._allocator.share(shared)
         self._tiers.hold(reuse.lower_keys)
-        pages = self._allocator.try_allocate(num_new)
+        pages = self._allocator.try_allocate(sum(num_new))
         assert pages is not None
         self._tiers.promote(reuse.lower_keys, [PageAt(self._shard, page) for page in pages[: len(reuse.lower_keys)]])
-        seq.pages = [*reuse.pages, *pages]
+        new = iter(pages)
+        seq.tables = [[*known, *itertools.islice(new, num)] for known, num in zip(reuse.tables, num_new, strict=True)]
+        seq.num_left = lefts
         seq.num_published, seq.may_publish = len(reuse.pages), reuse.may_publish
         if reuse.pages and seq.request.marks:
             self._retain(seq, 0, len(reuse.pages))
         return True
+
+    def _num_first(self, seq: Sequence, lefts: list[int], num_reused: int) -> list[int]:
+        """Of each group, pages that `seq` gets with its row: all of its known tokens', or as many as it has at once."""
+        num_tokens, num_pages = seq.num_tokens, self.num_pages(seq.num_tokens)
+        return [
+            min(num_pages, left + self._paging.num_kept(num_tokens, window)) - num_reused
+            for left, window in zip(lefts, self._windows, strict=True)
+        ]
+
+    def leave_windows(self, seq: Sequence, position: int) -> int:
+        """Gives back the pages that no token from `position` on sees.
+
+        Steps that were dispatched may still read them: what overwrites them is dispatched later.
+
+        Returns:
+            The position at which the next page leaves a window.
+        """
+        size, next_at = self._page_size, []
+        for group, (pages, window) in enumerate(zip(seq.tables, self._windows, strict=True)):
+            if window is None:
+                continue
+            start, end = seq.num_left[group], self._paging.num_left(position, window)
+            if end > start:
+                self._allocator.release(pages[start:end])
+                self.num_left_windows += end - start
+                pages[start:end] = [NULL_PAGE] * (end - start)
+                seq.num_left[group] = end
+            next_at.append((max(start, end) + 1) * size + window - 1)
+        return min(next_at)
 
     def take(self, num: int) -> list[int]:
         """Pages for decode rows; the caller has looked at `num_available`."""
@@ -167,7 +245,10 @@ class Memory:
         if self._cache is None or not seq.may_publish or num_full <= seq.num_published:
             return
         self._cache.extend_keys(seq.page_keys, seq.tokens[: num_full * self._page_size], seq.request.cache_salt)
-        new = self._cache.publish(seq.page_keys[:num_full], seq.pages, seq.num_published)
+        keys = seq.page_keys[:num_full]
+        new = self._cache.publish(keys, seq.tables[0], seq.num_published)
+        for group, pages in enumerate(seq.tables[1:], 1):
+            self._cache.publish(_of_group(keys, group), pages, seq.num_published)
         seq.note_published(new, num_full, self._page_size)
         if self._tiers.is_on:
             for index in new:
@@ -184,8 +265,9 @@ class Memory:
 
     def release(self, seq: Sequence) -> None:
         """Gives back what a sequence holds; harmless when it holds nothing."""
-        pages, seq.pages, seq.num_published = seq.pages, [], 0
-        self._allocator.release(pages)
+        tables, seq.tables, seq.num_left, seq.num_published = seq.tables, [], [], 0
+        by_place = itertools.chain.from_iterable(itertools.zip_longest(*tables, fillvalue=NULL_PAGE))
+        self._allocator.release([page for page in by_place if page != NULL_PAGE])
 
     def page_keys(self, token_ids: np.ndarray, salt: str) -> list[bytes]:
         """Keys of the full pages of `token_ids` (int32 [num_tokens]); empty without a prefix cache."""
@@ -197,18 +279,18 @@ class Memory:
     def hold(self, keys: Ordered[bytes]) -> None:
         """As `PrefixCache.hold`."""
         if self._cache is not None:
-            self._cache.hold(keys)
+            self._cache.hold(self._seen_after(keys))
 
     def let_go(self, keys: Ordered[bytes]) -> None:
         """As `PrefixCache.let_go`."""
         if self._cache is not None:
-            self._cache.let_go(keys)
+            self._cache.let_go(self._seen_after(keys))
 
     def look_up(self, keys: Ordered[bytes]) -> tuple[int, int]:
         """How many leading pages are there or below, and how many of these several sessions hold."""
         if self._cache is None:
             return 0, 0
-        num_known = len(self._cache.match(keys))
+        num_known = len(self._match(keys)[0])
         num_known += len(self._tiers.run(keys[num_known:]))
         return num_known, self._cache.num_shared(keys[:num_known])
 
@@ -240,7 +322,18 @@ class Memory:
         if self._cache is None:
             return
         for mark in seq.request.marks:
-            self._cache.retain(seq.page_keys[start : min(end, mark.num_tokens // self._page_size)], mark.ttl_s)
+            keys = seq.page_keys[: mark.num_tokens // self._page_size]
+            self._cache.retain(self._seen_after(keys, start, end), mark.ttl_s)
+
+    def _seen_after(self, keys: Ordered[bytes], start: int = 0, end: int | None = None) -> list[bytes]:
+        """Keys of the pages, of all groups, that a token after these pages sees; of those in `[start, end)`."""
+        return [
+            key
+            for group, window in enumerate(self._windows)
+            for key in _of_group(
+                keys[max(start, self._paging.num_left(len(keys) * self._page_size, window)) : end], group
+            )
+        ]
 
     def clear_cache(self, namespace: bytes | None = None) -> None:
         """Forgets every cached page (new weights)."""
@@ -249,6 +342,15 @@ class Memory:
 
     def check(self, holders: list[Sequence]) -> None:
         """Asserts the invariants, and that `holders` are all who hold pages; for tests."""
-        self._allocator.check([page for seq in holders for page in seq.pages])
+        held = [page for seq in holders for pages in seq.tables for page in pages if page != NULL_PAGE]
+        self._allocator.check(held)
+        for seq in holders:
+            for pages, num_left in zip(seq.tables, seq.num_left, strict=True):
+                assert all((page == NULL_PAGE) == (i < num_left) for i, page in enumerate(pages)), seq
         if self._cache is not None:
             self._cache.check()
+
+
+def _of_group(keys: Ordered[bytes], group: int) -> Ordered[bytes]:
+    """Keys of pages of a group of layers, from those of the first one's."""
+    return [key + group.to_bytes(2, "little") for key in keys] if group else keys

@@ -45,7 +45,7 @@ def look(roster: Roster) -> SchedulerView:
         states = memory.is_cached().astype(np.int32)  # FREE or CACHED
         for index, seq in enumerate(running):
             if roster.rows.shards.of(seq.row) == shard:
-                states[seq.pages] = FIRST_OWNER + index
+                states[seq.held_pages] = FIRST_OWNER + index
         shards.append(states[1:])
     waiting = [seq for seq, _ in zip(roster.waiting, range(MAX_WAITING), strict=False)]
     return SchedulerView(
@@ -64,7 +64,7 @@ def _view(seq: Sequence) -> SequenceView:
         num_tokens=seq.num_tokens,
         num_computed=seq.num_computed,
         max_total_len=seq.max_total_len,
-        num_pages=len(seq.pages),
+        num_pages=len(seq.held_pages),
         cached_tokens=seq.cached_tokens or 0,
         num_preemptions=seq.num_preemptions,
         arrival_s=seq.request.arrival_s,

@@ -40,7 +40,10 @@ class RowSetup:
 
 
 class PageWrite(typing.NamedTuple):
-    """`page_table[row, index] = page`. A tuple, so `np.array(plan.page_writes)` is int [num_writes, 3]."""
+    """`page_table[row, index] = page`. A tuple, so `np.array(plan.page_writes)` is int [num_writes, 3].
+
+    Each group of layers has its own page table: page i of group g has the index `g * max_pages + i`.
+    """
 
     row: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] (tuple.index is of no use here)

@@ -84,7 +84,10 @@ class Planner:
 
     def make(self) -> Flight | None:
         """Plans the step; None if there is nothing to compute now."""
-        behind, max_steps = self._rows.behind(), 1 if self._rows.num_on_host else self._config.decode_steps
+        behind = self._rows.behind()
+        if self._config.has_windows:
+            self._extend(behind)
+        max_steps = 1 if self._rows.num_on_host else self._config.decode_steps
         batch = self._rows.without_awaited(self._rows.decode_batch(), self._committed_id)
         jumps = self._find_jumps(batch)
         batch, num_steps = self._reserve(batch, 1 if behind or jumps or self._may_admit() else max_steps)
@@ -149,7 +152,7 @@ class Planner:
             num_steps = min(num_steps, max(batch.max_remaining(), 1))
         while True:
             lacking = batch.pages_lacking(num_steps, self._config.page_size)
-            num_lacking = self._shards.sums(batch.rows, lacking)
+            num_lacking = self._shards.sums(batch.rows, lacking * len(self._config.windows))
             short = [shard for shard, num in enumerate(num_lacking) if num > self._memories[shard].num_available]
             if not short:
                 if any(num_lacking):
@@ -165,12 +168,41 @@ class Planner:
         grown = np.flatnonzero(lacking)
         rows, lacking = rows[grown], lacking[grown]
         for row, num, seq in zip(rows.tolist(), lacking.tolist(), self._rows.sequences[rows], strict=True):
-            pages, of_shard = seq.pages, new_pages[self._shards.of(row)]
+            of_shard = new_pages[self._shards.of(row)]
             for _ in range(num):
-                page = next(of_shard)
-                self._writes.append(PageWrite(row, len(pages), page))
-                pages.append(page)
+                for group, pages in enumerate(seq.tables):
+                    self._append(row, group, pages, next(of_shard))
         self._rows.capacity[rows] += lacking * self._config.page_size
+
+    def _append(self, row: int, group: int, pages: list[int], page: int) -> None:
+        self._writes.append(PageWrite(row, group * self._config.max_pages + len(pages), page))
+        pages.append(page)
+
+    def _extend(self, behind: list[Sequence]) -> None:
+        """Takes the pages of the next chunks in groups with a window, which have pages of some chunks only.
+
+        Pages that left the window make up for them, except those that others share: then the worst-ranked sequences go.
+        """
+        for seq in behind:
+            while seq.is_placed:
+                if self._try_take(seq, min(seq.num_tokens, seq.num_computed + self._config.token_budget)):
+                    break
+                shard = self._shards.of(seq.row)
+                assert self._rows.num_placed_on(shard) > 1, "admitted though it can never be finished"
+                self._roster.preempt(self._roster.worst_on(shard))
+
+    def _try_take(self, seq: Sequence, num_tokens: int) -> bool:
+        """Takes the pages that `num_tokens` tokens lack, in every group; False if there are too few."""
+        memory = self._roster.memory_of(seq)
+        lacking = [max(memory.num_pages(num_tokens) - len(pages), 0) for pages in seq.tables]
+        if sum(lacking) > memory.num_available:
+            return False
+        new = iter(memory.take(sum(lacking)))
+        for group, (pages, num) in enumerate(zip(seq.tables, lacking, strict=True)):
+            for _ in range(num):
+                self._append(seq.row, group, pages, next(new))
+        self._rows.capacity[seq.row] = min(map(len, seq.tables)) * self._config.page_size
+        return True
 
     def _make_room(self, batch: DecodeBatch, shard: int) -> DecodeBatch:
         """Preempts the shard's worst sequence; a sole one ends, unless tokens in flight may end it by themselves."""
@@ -183,13 +215,13 @@ class Planner:
         return batch.select(batch.rows != row)
 
     def _end_for_lack_of_pages(self, seq: Sequence, num_tokens: int) -> None:
-        config, memory = self._config, self._memories[0]  # they are all alike
+        config = self._config
         self._roster.end(
             seq,
             Ending(
                 FinishReason.ERROR,
-                error=f"{num_tokens} tokens need {memory.num_pages(num_tokens)} pages of {config.page_size}, "
-                f"{config.pool_name} has {memory.num_total}; lower max_tokens or raise num_pages",
+                error=f"{num_tokens} tokens need {config.paging.num_needed(num_tokens)} pages of {config.page_size}, "
+                f"{config.pool_name} has {config.num_pages - 1}; lower max_tokens or raise num_pages",
             ),
         )
 
@@ -254,17 +286,14 @@ class Planner:
             return False
         seq, row = jump.seq, jump.seq.row
         shard, start = self._shards.of(row), seq.num_computed
-        memory, align = self._memories[shard], self._config.chunk_align
+        align = self._config.chunk_align
         room = (self._budgets[shard] + 1) // align * align  # with the row's decode token
         num = min(len(jump.forced) - jump.num_in_flight + 1, room)  # in the chunk: the newest token, and forced ones
-        lacking = max(memory.num_pages(start + num) - len(seq.pages), 0)
-        if num <= MIN_SAVED or lacking > memory.num_available:
+        if num <= MIN_SAVED or not self._try_take(seq, start + num):
             return False
         forced = jump.forced[: jump.num_in_flight + num - 1]
         token_ids = np.concatenate([seq.tokens[: seq.num_tokens], np.array(forced, np.int32)]).astype(np.int32)
         assert isinstance(seq.grammar, OnDevice)
-        seq.pages.extend(memory.take(lacking))
-        self._rows.capacity[row] += lacking * self._config.page_size
         self._writes = [write for write in self._writes if write.row != row]
         self._put_in_row(seq, token_ids, (self._roster.grammars.place_of(seq.grammar), *seq.place_in_grammar(forced)))
         self._chunks.append(Chunk(row=row, start=start, token_ids=token_ids[start:].copy(), samples=True))
@@ -305,7 +334,7 @@ class Planner:
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
         self._give_forced(seq)
-        if self._memories[0].num_pages(seq.num_tokens) > self._memories[0].num_total:
+        if self._config.paging.num_needed(seq.num_tokens) > self._config.num_pages - 1:
             self._end_for_lack_of_pages(seq, seq.num_tokens)
             return Verdict.GONE
         offers = self._placement.offers(seq, self._open, self._parent_to_fork(seq))
@@ -341,8 +370,9 @@ class Planner:
 
     def _set_up(self, seq: Sequence, reuse: Reuse) -> None:
         self._put_in_row(seq, seq.tokens[: seq.num_tokens].copy(), self._place_grammar(seq))
-        if reuse.copy_from is not None:
-            self._copies.append(PageCopy(seq.row, reuse.copy_from, seq.pages[len(reuse.pages)]))
+        if reuse.copy_from:
+            targets = [pages[len(reuse.pages)] for pages in seq.tables]
+            self._copies.extend(PageCopy(seq.row, *pair) for pair in zip(reuse.copy_from, targets, strict=True))
 
     def _put_in_row(
         self, seq: Sequence, token_ids: np.ndarray, in_grammar: tuple[GrammarPlace | None, int, int]
@@ -366,7 +396,9 @@ class Planner:
                 grammar_count=count,
             )
         )
-        self._writes.extend(PageWrite(row, index, page) for index, page in enumerate(seq.pages))
+        for group, pages in enumerate(seq.tables):
+            start, left = group * self._config.max_pages, seq.num_left[group]
+            self._writes.extend(PageWrite(row, start + index, pages[index]) for index in range(left, len(pages)))
 
     def _place_grammar(self, seq: Sequence) -> tuple[GrammarPlace | None, int, int]:
         """Where its grammar lies, and state and counter after the output known so far (behaviour 11)."""

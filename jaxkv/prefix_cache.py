@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jaxkv.pages import PageAllocator
+from jaxkv.pages import NULL_PAGE, PageAllocator
 
 TOKEN_DTYPE = np.dtype("<i4")  # tokens as they are hashed; what `Sequence` stores them in
 _VERSION = b"jaxkv page key 1"
@@ -116,7 +116,7 @@ class PrefixCache:
 
         Args:
             keys: of a prefix's full pages.
-            pages: its pages; there may be more.
+            pages: its pages; there may be more. The null page stands for one that is not there.
             start: the first one to publish.
 
         Returns:
@@ -125,8 +125,8 @@ class PrefixCache:
         new, page_of, key_of, published = [], self._page_of, self._key_of, self._allocator.shelf.order.published
         for index in range(start, len(keys)):
             key, page = keys[index], pages[index]
-            if key in page_of or page in key_of:
-                continue  # the same content is already known on another page, or this page is shared and known
+            if key in page_of or page in key_of or page == NULL_PAGE:
+                continue  # the content is known on another page, or this page is shared and known, or left its window
             page_of[key] = page
             key_of[page] = key
             self._link_of[page] = (keys[index - 1] if index else self._root, index)

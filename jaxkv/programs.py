@@ -7,8 +7,8 @@ included.
 Everything here is written for one data shard: its rows, its pages. Shards only agree on how long they go on
 (`sharding.any_data_shard`).
 
-Axis letters: T tokens, N query tiles, Q tokens per tile, R decode rows, M pages per row, P pages, S tokens per page,
-E embed, H query heads, K KV heads, D head dim, V vocabulary.
+Axis letters: T tokens, N query tiles, Q tokens per tile, R decode rows, M pages per row (of all groups of layers, one
+group's after the other's), P pages, S tokens per page, E embed, H query heads, K KV heads, D head dim, V vocabulary.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv import automata, batch, kv_pool, sampler, sharding
 from jaxkv.automata import Tables
+from jaxkv.models.groups import LayerGroups
 from jaxkv.models.layers import Attend
 from jaxkv.ops import Backend
 from jaxkv.row_state import RowParams, RowState, count_tokens
@@ -35,6 +36,7 @@ class StepShape:
     page_size: int
     query_tile: int
     max_steps: int  # most decode steps of one call
+    groups: LayerGroups | None = None  # each has a part of the rows' page tables; None: all layers are one
 
 
 @jax.tree_util.register_dataclass
@@ -168,9 +170,26 @@ def _attend(parts: tuple[Tiles, ...], shape: StepShape, ops: Backend) -> Attend:
 
         in_specs = (heads, heads, heads, pages, P(), P(), P())
         run = sharding.on_tensor_shards(kernel, in_specs, out_specs=(heads, pages))
-        return run(q, k, v, pool, parts, layer * shape.num_pages, window)
+        seen, place = _of_layer(parts, layer, shape.groups)
+        return run(q, k, v, pool, seen, place * shape.num_pages, window)
 
     return attend
+
+
+def _of_layer(
+    parts: tuple[Tiles, ...], layer: jax.Array, groups: LayerGroups | None
+) -> tuple[tuple[Tiles, ...], jax.Array]:
+    """The parts with the page tables of the layer's group, and the layer's place in its pages."""
+    if groups is None or groups.num == 1:
+        return parts, layer
+    group, place = (jnp.asarray(of, jnp.int32)[layer] for of in (groups.group_of, groups.place_of))
+
+    def seen(part: Tiles) -> Tiles:
+        num_pages = part.page_table.shape[1] // groups.num
+        table = jax.lax.dynamic_slice_in_dim(part.page_table, group * num_pages, num_pages, axis=1)
+        return dataclasses.replace(part, page_table=table)
+
+    return tuple(map(seen, parts)), place
 
 
 def _sample_and_advance(

@@ -180,12 +180,15 @@ class RequestLoop:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page holds."""
+        """Tokens a page holds, of one group of layers."""
         return self._engine.scheduler.config.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages sequences can use, over all data shards."""
+        """Pages sequences can use, over all data shards.
+
+        Where layers have sliding windows, a page holds K/V of one group of layers, and there are more pages than asked for.
+        """
         config = self._engine.scheduler.config
         return (config.num_pages - 1) * config.num_shards
 

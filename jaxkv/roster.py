@@ -128,7 +128,8 @@ class Roster:
     def try_place(self, seq: Sequence, shard: int, reuse: Reuse) -> bool:
         """Gives a waiting sequence pages and a row, if there is room; the queue lets go of it by itself."""
         # Running rows must be able to grow for a while, else the newcomer would be thrown out again at once.
-        keep_free = -(-self.rows.num_placed_on(shard) * self.config.reserve_steps // self.config.page_size)
+        num_steps = self.rows.num_placed_on(shard) * self.config.reserve_steps
+        keep_free = -(-num_steps // self.config.page_size) * len(self.config.windows)
         if not self.memories[shard].try_attach(seq, reuse, keep_free):
             return False
         self.rows.place(seq, shard, reuse.num_tokens)
@@ -140,6 +141,15 @@ class Roster:
             self.homes.note(self.newest_group, shard)
         seq.note_read(reuse.num_tokens, self.config.page_size)
         return True
+
+    def leave_windows(self) -> None:
+        """Running sequences give back the pages that they do not see any more."""
+        if not self.config.has_windows:
+            return
+        for row, position in self.rows.leaving():
+            seq = self.rows.sequences[row]
+            self.rows.leaves_at[row] = self.memory_of(seq).leave_windows(seq, position)
+            self.is_stalled = False
 
     def pin_grammar(self, seq: Sequence) -> bool:
         """Makes room for the sequence's grammar on the device, if it needs any; `_vacate` gives it back."""
@@ -218,12 +228,13 @@ class Roster:
         assert len(placed) == self.rows.num_placed
         for seq in placed:
             assert seq.is_placed and self.rows.sequences[seq.row] is seq and seq.ending is None, seq
-            assert self.rows.capacity[seq.row] == len(seq.pages) * self.config.page_size >= seq.num_computed, seq
+            num_pages = min(map(len, seq.tables))
+            assert self.rows.capacity[seq.row] == num_pages * self.config.page_size >= seq.num_computed, seq
             assert max(seq.num_tokens, seq.num_computed) <= seq.max_total_len, seq
         waiting = list(self.waiting)
         assert [seq.rank for seq in waiting] == sorted({seq.rank for seq in waiting})
         for seq in waiting:
-            assert not seq.is_placed and not seq.pages and seq.ending is None, seq
+            assert not seq.is_placed and not seq.tables and seq.ending is None, seq
         pins = collections.Counter(seq.grammar.key for seq in placed if isinstance(seq.grammar, OnDevice))
         self.grammars.check(dict(pins))
         assert (

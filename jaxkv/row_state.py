@@ -5,7 +5,7 @@ dispatched before the tokens of the previous one are known. All functions here a
 donates the state.
 
 Axis letters: R rows of a data shard (the last one, index `max_rows`, is the *null row*: always done, target of padding),
-M pages per row, V vocabulary, B entries of a batch of setups.
+M pages per row (of all groups of layers, one group's after the other's), V vocabulary, B entries of a batch of setups.
 """
 
 import dataclasses

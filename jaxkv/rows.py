@@ -14,16 +14,20 @@ Columns, all indexed by row:
     watched    see `Sequence`
     on_host    see `Sequence.is_on_host`
     may_jump   see `Sequence.may_jump`
+    leaves_at  position from which on pages may have left windows that were not given back
     epoch      changes whenever the row changes hands, so that a late result finds out
 """
 
 import heapq
+from collections.abc import Iterable
 
 import numpy as np
 
 from jaxkv.prefix_cache import TOKEN_DTYPE
 from jaxkv.sequence import Sequence
 from jaxkv.shards import Shards
+
+NEVER = np.iinfo(np.int64).max
 
 
 class DecodeBatch:
@@ -96,6 +100,7 @@ class Rows:
         self._num_stopping = np.zeros(1, np.int32)
         self.known, self.computed, self.limit, self.capacity = np.zeros((4, max_rows), np.int64)
         self.last_step, self.epoch, self._arrival = np.zeros((3, max_rows), np.int64)
+        self.leaves_at = np.full(max_rows, NEVER)
         self.decoding, self.watched, self.on_host, self.may_jump = np.zeros((4, max_rows), bool)
         self.num_on_host = self.num_may_jump = 0  # rows in use that are, or do
         self._decoding_rows: np.ndarray | None = None  # intp [num], in request order; None: must be made again
@@ -128,7 +133,8 @@ class Rows:
         num_tokens = seq.num_tokens
         self.tokens[row, :num_tokens] = seq.tokens[:num_tokens]
         self.known[row], self.computed[row] = num_tokens, num_computed
-        self.capacity[row] = len(seq.pages) * self._page_size
+        self.capacity[row] = min(map(len, seq.tables)) * self._page_size
+        self.leaves_at[row] = 0
         self.limit[row] = seq.max_total_len - 1
         self.last_step[row] = seq.last_step_id
         self._arrival[row] = seq.rank[1]
@@ -150,6 +156,7 @@ class Rows:
         seq.num_tokens = num_tokens
         self.sequences[row] = None
         self.known[row] = self.computed[row] = 0
+        self.leaves_at[row] = NEVER
         self.num_on_host -= int(self.on_host[row])
         self.num_may_jump -= int(self.may_jump[row])
         self.on_host[row] = self.may_jump[row] = False
@@ -157,6 +164,16 @@ class Rows:
         self._count_stop_ids(seq.request.stop_ids, -1)
         self._set_decoding(row, False)
         heapq.heappush(self._free[self.shards.of(row)], row)
+
+    def leaving(self) -> Iterable[tuple[int, int]]:
+        """Rows whose pages may leave windows now, each with the first position whose view counts.
+
+        That is a page's worth before the first that is not known or not computed: whoever goes on from the last full page of
+        the tokens finds what it sees.
+        """
+        start = np.minimum(self.known, self.computed) - self._page_size
+        rows = np.flatnonzero(start >= self.leaves_at)
+        return zip(rows.tolist(), start[rows].tolist(), strict=True)
 
     def start_decoding(self, row: int) -> None:
         """The row's last chunk is in a plan: from the next one on it decodes."""

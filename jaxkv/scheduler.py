@@ -168,6 +168,7 @@ class Scheduler:
         self.tiers.advance(now_s)
         self.tiers.start_round(is_wanted=len(self._roster.waiting) > 0)
         self._note_dispatched()
+        self._roster.leave_windows()
         planner = Planner(self.config, self._roster, self._num_planned, self._committed_id)
         flight = planner.make()
         if flight is None:

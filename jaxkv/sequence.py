@@ -68,7 +68,10 @@ class Sequence:
         self.tokens = np.array(request.prompt_token_ids, TOKEN_DTYPE)
         self._num_tokens = self.prompt_len
 
-        self.pages: list[int] = []  # page i holds positions [i * page_size, (i + 1) * page_size)
+        # Of each group of layers: page i holds positions [i * page_size, (i + 1) * page_size); the null page stands for
+        # those that left the group's window. Empty without a row.
+        self.tables: list[list[int]] = []
+        self.num_left: list[int] = []  # leading pages of each group that left its window
         self.page_keys: list[bytes] = []  # of its full pages, as far as they were needed
         self.num_published = 0  # leading pages that the prefix cache knows
         self.may_publish = True  # False once its K/V and the cache's namespace differ
@@ -87,6 +90,11 @@ class Sequence:
     def is_placed(self) -> bool:
         """Has a row and pages."""
         return self.rows is not None
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Its pages in all groups of layers, without those that left a window."""
+        return [page for pages, left in zip(self.tables, self.num_left, strict=True) for page in pages[left:]]
 
     @property
     def is_on_host(self) -> bool:

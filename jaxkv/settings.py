@@ -12,6 +12,7 @@ from jaxkv.config import DEMOTIONS, EVICTIONS, GrammarSizes, SchedulerConfig, Ti
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.groups import LayerGroups, group_layers, one_group
 from jaxkv.ops import Backend
 from jaxkv.sharding import DATA, TENSOR
 
@@ -144,9 +145,11 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
     token_budget = config.token_budget or max(backend.token_budget, num_rows - 1 + backend.query_tile)
     query_tile = _query_tile(token_budget, num_rows, backend)
     backend = dataclasses.replace(backend, query_tile=query_tile)
+    groups = _groups(config, model, max_len)
     spec = PoolSpec(
-        num_layers=model.num_layers,
+        num_layers=groups.size,
         num_pages=2,
+        groups=groups,
         num_kv_heads=model.num_kv_heads,
         page_size=config.page_size,
         head_dim=model.head_dim,
@@ -163,37 +166,60 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
             "tensor=%d: each of %d KV heads is stored %d times",
             mesh.shape[TENSOR], model.num_kv_heads // model.kv_copies, model.kv_copies,
         )  # fmt: skip
-    spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, num_rows, max_len, mesh, backend))
-    fitted = min(max_len, (spec.num_pages - 1) * spec.page_size)
-    if fitted < max_len:
-        log.warning("max_len=%d does not fit into %d pages: lowered to %d", max_len, spec.num_pages - 1, fitted)
     scheduler = SchedulerConfig(
-        max_len=fitted,
+        max_len=max_len,
         max_rows=num_rows * data,
         page_size=spec.page_size,
-        num_pages=spec.num_pages,
+        num_pages=2,
+        windows=groups.windows,
         token_budget=token_budget,
         chunk_align=query_tile,
-        decode_steps=min(config.decode_steps or backend.decode_steps, fitted),
+        decode_steps=config.decode_steps or backend.decode_steps,
         prefix_cache=config.prefix_cache,
         eviction=config.eviction,
         attention_len=_attention_len(model),
-        tiers=resolve_tiers(config, spec, fitted),
         num_shards=data,
         grammars=grammar_sizes(config.grammar_bytes, model.vocab_size),
+    )
+    most = num_rows * scheduler.paging.num_needed(max_len) + 1
+    spec = dataclasses.replace(spec, num_pages=_num_pages(config, spec, model.num_layers, most, mesh, backend))
+    fitted = scheduler.paging.longest(spec.num_pages - 1, max_len)
+    if fitted < max_len:
+        log.warning("max_len=%d does not fit into %d pages: lowered to %d", max_len, spec.num_pages - 1, fitted)
+    scheduler = dataclasses.replace(
+        scheduler,
+        max_len=fitted,
+        num_pages=spec.num_pages,
+        decode_steps=min(scheduler.decode_steps, fitted),
+        tiers=resolve_tiers(config, spec, fitted),
     )
     buckets = make_buckets(
         max_rows=num_rows,
         min_rows=min(num_rows, backend.min_rows_bf16 if dtype.itemsize == 2 else 1),
         token_budget=token_budget,
         query_tile=query_tile,
-        max_pages=-(-fitted // spec.page_size),
+        max_pages=scheduler.max_pages * groups.num,
         max_len=fitted,
     )
     if scheduler.tiers.is_on:
         moves = page_transfer.sizes(page_transfer.page_bytes(spec))
         buckets = dataclasses.replace(buckets, page_moves=moves)
     return Resolved(scheduler=scheduler, pool=spec, buckets=buckets, backend=backend)
+
+
+def _groups(config: EngineConfig, model: ModelConfig, max_len: int) -> LayerGroups:
+    """How layers share pages. What left a window cannot go to lower tiers, so with these all layers are one group."""
+    groups = group_layers(model.windows, max_len)
+    if groups.windows == (None,):
+        return groups
+    if config.host_cache_bytes or config.cache_dir is not None:
+        log.info("host_cache_bytes or cache_dir: K/V that left the sliding windows are kept, as whole pages go down")
+        return one_group(model.num_layers)
+    log.info(
+        "sliding windows: pages hold %d of %d layers, in %d groups with windows %s; what left them is given back",
+        groups.size, model.num_layers, groups.num, groups.windows,
+    )  # fmt: skip
+    return groups
 
 
 def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
@@ -269,15 +295,19 @@ def _query_tile(token_budget: int, num_rows: int, backend: Backend) -> int:
     return tile
 
 
-def _num_pages(config: EngineConfig, spec: PoolSpec, num_rows: int, max_len: int, mesh: Mesh, backend: Backend) -> int:
+def _num_pages(config: EngineConfig, spec: PoolSpec, num_layers: int, most: int, mesh: Mesh, backend: Backend) -> int:
     """A data shard's pages, the null page included.
 
-    Explicit, or what the memory budget holds; never more than every row at `max_len` could use.
+    Explicit, or what the memory budget holds; never more than every row at `max_len` could use. Given pages are meant to
+    hold all layers: there are as many more of a group's layers only.
+
+    Args:
+        num_layers: of the model.
+        most: that rows could use.
     """
     given = _share("num_pages", config.num_pages, spec.num_shards)
     if given is not None:
-        return given + 1
-    most = num_rows * -(-max_len // spec.page_size) + 1
+        return max(given * num_layers // spec.num_layers, spec.num_groups) + 1
     free = kv_pool.free_memory_bytes(mesh)
     fraction = config.memory_fraction or backend.memory_fraction
     budget = int(free * fraction)
@@ -287,7 +317,7 @@ def _num_pages(config: EngineConfig, spec: PoolSpec, num_rows: int, max_len: int
         f"{free:,}", fraction, f"{budget:,}", f"{spec.page_bytes:,}", spec.page_size, f"{spec.token_bytes:,}",
         budget // spec.page_bytes,
     )  # fmt: skip
-    if num_pages < 2:
+    if num_pages < 1 + spec.num_groups:
         raise CapacityError(
             f"memory_fraction={fraction} of {free:,} free bytes is {budget:,}, less than two pages of "
             f"{spec.page_bytes:,} bytes for each of {spec.num_shards} data shard(s); raise memory_fraction"

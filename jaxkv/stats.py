@@ -16,7 +16,9 @@ class SchedulerStats:
     pages_free: int
     pages_cached: int  # nobody holds them, but a prefix hit could take them back
     pages_used: int
-    tokens_held: int  # K/V positions in used pages, computed or in flight; shared ones once
+    pages_in_windows: int  # of these, those of layers that see a window only
+    num_left_windows: int  # pages given back because they left their window, while the sequence went on
+    tokens_held: int  # K/V positions in used pages, computed or in flight; shared ones once, each group of layers' own
     utilisation: float  # tokens_held / tokens that used pages could hold; 1.0 when none is used
     num_steps: int  # planned so far
     num_prompt_tokens: int  # of sequences that got a row so far
@@ -55,7 +57,7 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
     counts, tiers = [memory.counts for memory in roster.memories], roster.tiers.counts
     num_used = sum(each.referenced for each in counts)
     room = num_used * page_size
-    held = room - int((rows.capacity - rows.computed)[rows.known > 0].sum())
+    held = room - _num_unfilled(roster)
     return SchedulerStats(
         num_requests=roster.num_requests,
         num_waiting=len(roster.waiting),
@@ -64,6 +66,8 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         pages_free=sum(each.free for each in counts),
         pages_cached=sum(each.cached for each in counts),
         pages_used=num_used,
+        pages_in_windows=sum(map(len, _pages_in_windows(roster))),
+        num_left_windows=sum(memory.num_left_windows for memory in roster.memories),
         tokens_held=held,
         utilisation=held / room if room else 1.0,
         num_steps=num_steps,
@@ -88,3 +92,26 @@ def take_stats(roster: Roster, *, num_steps: int, num_in_flight: int) -> Schedul
         num_disk_written_pages=tiers.num_disk_written,
         num_unreadable_pages=tiers.num_disk_unreadable,
     )
+
+
+def _num_unfilled(roster: Roster) -> int:
+    """Positions in used pages that are not computed yet; nobody shares their pages."""
+    rows, page_size = roster.rows, roster.config.page_size
+    if not roster.config.has_windows:
+        return int((rows.capacity - rows.computed)[rows.known > 0].sum())
+    return sum(max(len(pages) * page_size - seq.num_computed, 0) for seq in rows.placed() for pages in seq.tables)
+
+
+def _pages_in_windows(roster: Roster) -> list[set[int]]:
+    """Of each data shard, used pages of groups with a window."""
+    windows = roster.config.windows
+    return [
+        {
+            page
+            for seq in roster.rows.placed_on(shard)
+            for pages, num_left, window in zip(seq.tables, seq.num_left, windows, strict=True)
+            if window is not None
+            for page in pages[num_left:]
+        }
+        for shard in range(roster.config.num_shards)
+    ]

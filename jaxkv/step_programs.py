@@ -54,7 +54,7 @@ class StepPrograms:
         self.num_traces: collections.Counter[str] = collections.Counter()
         graph, params = nnx.split(model)
         tree = jax.tree.structure(params)
-        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps)
+        shape = StepShape(pool_spec.num_pages, pool_spec.page_size, backend.query_tile, max_steps, pool_spec.groups)
 
         def with_model(program: Callable[..., Any]) -> Callable[..., Any]:
             def run(params: list[jax.Array], pool: jax.Array, state: row_state.RowState, *args: Any) -> Any:
@@ -89,7 +89,7 @@ class StepPrograms:
         self.write_pages = self._jit("write_pages", write, (pool, rows, moved), pool)
         self.load_grammar = self._jit("load_grammar", automata.load, (whole, whole), whole)
         self.set_masks = self._jit("set_masks", automata.set_masks, (whole, whole, whole), whole)
-        max_pages = -(-max_len // pool_spec.page_size)
+        max_pages = -(-max_len // pool_spec.page_size) * pool_spec.num_groups
         init = functools.partial(row_state.init_row_state, max_rows // mesh.shape[DATA], max_pages, vocab_size)
         self.init_state = jax.jit(on_data_shards(init, mesh, (), state), out_shardings=NamedSharding(mesh, state))
         empty = functools.partial(automata.init_tables, grammars, max_rows, vocab_size)

@@ -13,6 +13,8 @@ from jaxkv.config import SchedulerConfig
 from jaxkv.plan import RowSetup
 from jaxkv.request import FinishReason, Request, SamplingParams
 
+Windows = tuple[int | None, ...]  # of each group of layers
+
 VOCAB = 50
 MASK = 2**64 - 1
 
@@ -67,6 +69,11 @@ def weight(position: int) -> int:
     return (2 * position + 1) * 0x9E3779B97F4A7C15 & MASK
 
 
+def kv_of(context: int, token: int, position: int, windows: Windows) -> list[int]:
+    """The K/V of a position in each group of layers."""
+    return [mix(context, token, position, *([group] if group else [])) for group in range(len(windows))]
+
+
 def extend(context: int, kv: int, position: int) -> int:
     """Context after one more position: what "attention" over all K/V so far returns."""
     return (context + kv * weight(position)) & MASK
@@ -94,15 +101,25 @@ class Alone:
     scores: list[float]  # of prompt tokens 1 .. prompt_len - 1
 
 
-def generate_alone(request: Request, child: int, max_len: int) -> Alone:
+def generate_alone(request: Request, child: int, max_len: int, windows: Windows = (None,)) -> Alone:
     """The slow, obvious reference: one sequence, no pages, no rows, no batch."""
     params, prompt = request.params, list(request.prompt_token_ids)
-    tokens, context, out = list(prompt), 0, Alone([], [], FinishReason.LENGTH, None, [])
+    tokens, out = list(prompt), Alone([], [], FinishReason.LENGTH, None, [])
+    kv: list[list[int]] = [[] for _ in windows]  # of each group of layers
     max_total = min(len(prompt) + params.max_tokens, max_len)
     for position in range(max_total):
         if position == len(tokens):
             break
-        context = extend(context, mix(context, tokens[position], position), position)
+        before = sum(
+            value * weight(place)
+            for values, window in zip(kv, windows, strict=True)
+            for place, value in enumerate(values)
+            if window is None or place > position - window
+        )
+        new = kv_of(before & MASK, tokens[position], position, windows)
+        context = extend(before & MASK, sum(new), position)
+        for values, value in zip(kv, new, strict=True):
+            values.append(value)
         if position + 1 < len(prompt):
             out.scores.append(logprob(context, prompt[position + 1]))
         elif position + 1 < max_total:

@@ -19,13 +19,13 @@ from jaxkv.request import FinishReason, Request
 from jaxkv.scheduler import Scheduler
 from jaxkv.tier_mover import TierMover
 from jaxkv.tier_store import TierStore
-from tests.fake_model import MASK, extend, generate_alone, logprob, mix, sample, weight
+from tests.fake_model import MASK, extend, generate_alone, kv_of, logprob, sample, weight
 
 
 @dataclasses.dataclass
 class _Row:
     setup: RowSetup
-    pages: list[int] = dataclasses.field(default_factory=list)
+    tables: dict[int, dict[int, int]]  # group of layers -> index -> page
     num_kv: int | None = None  # positions with K/V; None until the first chunk
     tokens: list[int] = dataclasses.field(default_factory=list)
     decodes: bool = False
@@ -62,13 +62,17 @@ class FakeRunner:
         self._seen.append((plan, copy.deepcopy(plan)))
         for setup in plan.setups:
             assert setup.max_total_len <= self.config.max_len
-            self.rows[setup.row] = _Row(setup, tokens=setup.token_ids.tolist())
+            tables = {group: {} for group in range(len(self.config.windows))}
+            self.rows[setup.row] = _Row(setup, tables, tokens=setup.token_ids.tolist())
         for write in plan.page_writes:
             row = self._row(write.row)
-            assert write.index == len(row.pages), "page lists only grow at their end"
+            group, index = divmod(write.index, self.config.max_pages)
+            pages = row.tables[group]
+            assert not pages or index == max(pages) + 1, "page lists only grow at their end"
+            assert pages or index == 0 or self.config.windows[group] is not None, "only windows begin later"
             assert 0 < write.page < self.config.num_pages, write
-            assert write.index * self.config.page_size < row.setup.max_total_len, "a page that can never be needed"
-            row.pages.append(self._first_page(write.row) + write.page)
+            assert index * self.config.page_size < row.setup.max_total_len, "a page that can never be needed"
+            pages[index] = self._first_page(write.row) + write.page
         if plan.page_copies:
             pairs = np.array([copy[1:] for copy in plan.page_copies])
             sources, targets = (pairs + [[self._first_page(copy.row)] for copy in plan.page_copies]).T.tolist()
@@ -143,9 +147,9 @@ class FakeRunner:
         assert row.num_kv in (None, chunk.start), "chunks leave no gap"
         assert chunk.token_ids.tolist() == row.tokens[chunk.start : end]
         assert end == len(row.tokens) or len(chunk.token_ids) % self.config.chunk_align == 0
-        context, scores = self._context(row, chunk.start), []
+        scores = []
         for index, position in enumerate(range(chunk.start, end)):
-            context = self._write(row, position, row.tokens[position], context)
+            context = self._write(row, position, row.tokens[position])
             if chunk.prompt_logprobs is not None:
                 assert chunk.next_token_ids is not None and len(chunk.next_token_ids) == len(chunk.token_ids)
                 scores.append(logprob(context, int(chunk.next_token_ids[index])))
@@ -166,23 +170,34 @@ class FakeRunner:
             return None
         position = len(row.tokens) - 1
         assert row.num_kv == position
-        context = self._write(row, position, row.tokens[-1], self._context(row, position))
+        context = self._write(row, position, row.tokens[-1])
         token = self._emit(row, context)
         return token, logprob(context, token)
 
     def _context(self, row: _Row, end: int) -> int:
-        """Reads the K/V of positions `[0, end)` through the page table."""
-        size = self.config.page_size
-        kv = self.kv[row.pages[: -(-end // size)]].reshape(-1)[:end].tolist()
-        return sum(value * weight(position) for position, value in enumerate(kv)) & MASK
+        """Reads what position `end` sees of the K/V before it through the page tables."""
+        size, total = self.config.page_size, 0
+        for group, window in enumerate(self.config.windows):
+            start = 0 if window is None else max(end - window + 1, 0)
+            first = start // size
+            pages = [row.tables[group][index] for index in range(first, -(-end // size))]
+            kv = self.kv[pages].reshape(-1)[start - first * size : end - first * size].tolist()
+            total += sum(value * weight(start + index) for index, value in enumerate(kv))
+        return total & MASK
 
-    def _write(self, row: _Row, position: int, token: int, context: int) -> int:
+    def _write(self, row: _Row, position: int, token: int) -> int:
         page, offset = divmod(position, self.config.page_size)
-        kv = mix(context, token, position)
-        self.kv[row.pages[page], offset] = kv
+        context = self._context(row, position)
+        new = kv_of(context, token, position, self.config.windows)
+        for group, kv in enumerate(new):
+            self.kv[row.tables[group][page], offset] = kv
         row.num_kv = position + 1
         self.num_computed += 1
-        return extend(context, kv, position)
+        return extend(context, sum(new), position)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Overwrites pages whose content is worth nothing: whoever reads them finds out."""
+        self.kv[list(pages)] = np.random.default_rng(len(pages)).integers(0, 2**64, self.config.page_size, np.uint64)
 
     def _emit(self, row: _Row, context: int) -> int:
         setup, num_output = row.setup, len(row.tokens) - row.setup.prompt_len
@@ -237,6 +252,8 @@ class Loop:
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.runner.run(plan))
+        if self.config.has_windows:
+            self._poison_free_pages()
         self._take(self.scheduler.take_finished())
         return plan
 
@@ -294,7 +311,7 @@ class Loop:
         """Every finished completion is what it would have been alone, or the beginning of it if it was cut short."""
         for (request_id, child), finished in self.finished.items():
             request = self.requests[request_id]
-            alone = generate_alone(request, child, self.config.max_len)
+            alone = generate_alone(request, child, self.config.max_len, self.config.windows)
             tokens = finished.token_ids.tolist()
             assert tokens == alone.token_ids[: len(tokens)], (request_id, child, finished)
             streamed = self.streamed[request_id, child]
@@ -306,6 +323,11 @@ class Loop:
                 assert (finished.reason, finished.stop_reason) == (alone.reason, alone.stop_reason), (request_id, child)
                 if child == 0 and request.params.prompt_logprobs is not None:
                     np.testing.assert_allclose(self.scores[request_id], alone.scores, rtol=1e-6)
+
+    def _poison_free_pages(self) -> None:
+        """Of what left windows, a sequence that still reads it must not find what it wrote."""
+        for shard, memory in enumerate(self.scheduler._roster.memories):
+            self.runner.poison([shard * self.config.num_pages + page for page in memory._allocator._free])
 
     def _take_tokens(self, tokens: NewTokens) -> None:
         key = tokens.request_id, tokens.child

@@ -28,7 +28,8 @@ STATS = Stats(
     num_requests=0, num_waiting=0, num_running=0, num_in_flight=0, pages_free=90, pages_cached=8, pages_used=2,
     tokens_held=20, utilisation=0.6, num_steps=12, num_prompt_tokens=7, num_hit_tokens=0, num_preemptions=0,
     num_cached_tokens=0, num_written_tokens=0, num_uncached_tokens=7, pages_retained=0, num_retained_evictions=0,
-    pages_held=0, num_held_evictions=0, num_compiles=3, pool_bytes=4 * 2**20,
+    pages_held=0, num_held_evictions=0, num_forced_tokens=0, pages_in_windows=0, num_left_windows=0, num_compiles=3,
+    pool_bytes=4 * 2**20,
 )  # fmt: skip
 
 

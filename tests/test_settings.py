@@ -1,5 +1,7 @@
 """From what was asked for to final numbers, and what memory allows."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 from jaxkv import kv_pool, ops, sharding
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.config import LayerKind
 from jaxkv.models.rope import Rope
-from jaxkv.settings import EngineConfig, resolve
+from jaxkv.settings import EngineConfig, Resolved, resolve
 from tests import tiny
 
 GB = 10**9
@@ -151,3 +154,30 @@ def test_meshes_beyond_the_devices_are_refused() -> None:
         sharding.make_mesh(2.0)
     with pytest.raises(ConfigError, match=f"tensor={len(jax.devices()) + 1}"):
         sharding.make_mesh(len(jax.devices()) + 1)
+
+
+def with_windows(monkeypatch: pytest.MonkeyPatch, **fields) -> Resolved:
+    """Settings for seven layers of which the third sees everything and the others 64 tokens."""
+    monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda mesh: GB)
+    kinds = tuple(LayerKind(rope=None, window=None if layer == 2 else 64) for layer in range(7))
+    model = dataclasses.replace(tiny.config(), num_layers=7, kinds=kinds, max_len=1000)
+    return resolve(EngineConfig(**fields), model, jnp.dtype(jnp.float32), sharding.make_mesh(), ops.CPU)
+
+
+def test_layers_with_windows_have_pages_of_their_own(monkeypatch) -> None:
+    found = with_windows(monkeypatch, num_pages=10, token_budget=64, max_rows=2)
+    assert found.pool.groups is not None and found.pool.num_layers == 1 and found.pool.num_groups == 7
+    assert found.scheduler.windows == (None, *[64] * 6)
+    assert found.pool.num_pages == 10 * 7 + 1, "ten pages of all layers are seventy of one"
+    # 70 pages are 10 in each group; with 12 kept in a window at most, more than 160 tokens would need an eleventh.
+    assert found.scheduler.max_len == 160
+    longer = with_windows(monkeypatch, num_pages=20, token_budget=64, max_rows=2).scheduler
+    assert longer.max_len == 1000 and longer.paging.num_needed(1000) == 63 + 6 * 12 <= 140
+    at_most = with_windows(monkeypatch, token_budget=64, max_rows=2).pool
+    assert at_most.num_pages == 2 * (63 + 6 * 12) + 1, "never more than rows can use"
+
+
+def test_windows_do_not_matter_with_lower_tiers_or_short_sequences(monkeypatch) -> None:
+    for fields in ({"host_cache_bytes": 1 << 20}, {"max_len": 64}):
+        found = with_windows(monkeypatch, num_pages=10, **fields)
+        assert (found.scheduler.windows, found.pool.num_layers, found.pool.num_pages) == ((None,), 7, 11)

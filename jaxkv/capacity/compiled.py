@@ -117,7 +117,7 @@ class AbstractEngine:
 
     @property
     def page_bytes(self) -> int:
-        """One page on one device, over all layers, as it is stored."""
+        """One page on one device, over all its layers, as it is stored."""
         return local_bytes(self.pool) // self.resolved.pool.num_pages
 
     def _batch(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -165,8 +165,8 @@ class AbstractEngine:
         seconds = time.perf_counter() - start
         memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
         pool_shape = self.pool.sharding.shard_shape(self.pool.shape)
-        num_layers, elements = self.geometry.num_layers, math.prod(pool_shape)
-        loop = hlo.layer_loop(module, num_layers, elements)
+        num_layers, elements = self.resolved.pool.num_layers, math.prod(pool_shape)  # of a page: of one group
+        loop = hlo.layer_loop(module, self.geometry.num_layers, elements)
         return StepFacts(
             program=name,
             num_tokens=num_tokens,

@@ -13,7 +13,9 @@ import dataclasses
 from jaxkv.capacity.chips import Chip
 from jaxkv.errors import ConfigError
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.groups import LayerGroups
 from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.paging import Paging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Layout:
     data: int
     dtype_bytes: int
     kv_dtype_bytes: int
+    groups: LayerGroups | None = None  # that share pages; None: all layers are one
 
     def with_tensor(self, tensor: int) -> "Layout":
         """The same model over another number of devices.
@@ -51,9 +54,19 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K/V of one token on one of its devices."""
+        """Bytes of K/V of one token on one of its devices, in all layers."""
         c = self.cfg
         return 2 * c.num_layers * (c.num_kv_heads // self.tensor) * c.head_dim * self.kv_dtype_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page on one of its devices: of the layers of one group."""
+        num_layers = self.cfg.num_layers if self.groups is None else self.groups.size
+        return self.token_bytes * page_size * num_layers // self.cfg.num_layers
+
+    def paging(self, page_size: int, max_chunk: int = 0) -> Paging:
+        """How many pages rows take."""
+        windows = (None,) if self.groups is None else self.groups.windows
+        return Paging(page_size=page_size, windows=windows, max_chunk=max_chunk)
 
     @property
     def _mlp_weights(self) -> int:
@@ -138,7 +151,7 @@ class Layout:
         table = c.vocab_size * c.embed // self.tensor
         weights = self.weight_bytes - (0 if c.tied else (table - here * c.embed) * self.dtype_bytes)
         products = 2 * here * (c.num_layers * self.active_layer_weights + c.vocab_size * c.embed) / self.tensor
-        # Tokens whose K/V a row reads, over all layers; what lies before a window is kept, but not read.
+        # Tokens whose K/V a row reads, over all layers.
         num_read = sum(context_len if window is None else min(context_len, window) for window in c.windows)
         attention = 4 * here * num_read * c.num_heads * c.head_dim / self.tensor
         return Work(

@@ -20,12 +20,12 @@ from jaxkv.capacity.report import (
     batch_sizes,
     bounds,
     larger_slice,
-    pages_of,
     rows_at,
 )
 from jaxkv.capacity.topology import Topology
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.groups import group_layers
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.registry import find_family
 from jaxkv.ops import XLA
@@ -80,7 +80,7 @@ class Report:
     max_rows: int
     budget: Budget
     num_pages: int  # of one data shard
-    num_tokens: int  # of cache, over all data shards
+    num_tokens: int  # of cache over all data shards, as long as every layer keeps them
     missing_bytes: int  # 0 if it fits
     rows_at: tuple[RowsAt, ...]
     steps: tuple[StepFacts, ...]
@@ -90,6 +90,7 @@ class Report:
     bounds: tuple[BoundAt, ...]  # decode, at `context_len` tokens a row
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]  # what was made smaller than asked for
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers, which has pages of its own; None: it sees all
 
     @property
     def fits(self) -> bool:
@@ -114,17 +115,20 @@ class _Planner:
         self.cfg = find_family(question.config).config_from_hf(question.config)
         self.tensor, self.data = mesh_sizes(question, self.cfg)
         self.kv_dtype = question.kv_dtype or question.dtype
+        self.groups = group_layers(self.cfg.windows, question.max_len or self.cfg.max_len)
         self.layout = Layout(
             cfg=copy_kv_heads(self.cfg, self.tensor), tensor=self.tensor, data=self.data,
             dtype_bytes=DTYPE_BYTES[question.dtype], kv_dtype_bytes=KV_DTYPE_BYTES[self.kv_dtype],
+            groups=self.groups,
         )  # fmt: skip
+        self.paging = self.layout.paging(question.page_size, XLA.token_budget)
         topologies.check_compiler(self.chip)  # said before arithmetic that may end without it
 
     def report(self) -> Report:
         budget = Budget(
             usable=topologies.usable_bytes(self.chip), weights=self.layout.weight_bytes, state=0,
             temp=self.layout.copied_bytes(self.chip),
-            page=self.layout.token_bytes * self.question.page_size,
+            page=self.layout.page_bytes(self.question.page_size),
         )  # fmt: skip
         steps: tuple[StepFacts, ...] = ()
         engine = None
@@ -139,7 +143,7 @@ class _Planner:
 
     def _wanted_pages(self, budget: Budget) -> int:
         """Pages without which the answer is no: one row of `max_len`, if that was asked for."""
-        return pages_of(self.question.max_len, self.question.page_size) if self.question.max_len else 1
+        return self.paging.num_needed(self.question.max_len) if self.question.max_len else len(self.paging.windows)
 
     def _compile(self, budget: Budget) -> tuple[AbstractEngine, tuple[StepFacts, ...]]:
         """All three programs at their largest, with what the compiler does not take made smaller."""
@@ -169,17 +173,20 @@ class _Planner:
 
     def _engine(self, num_pages: int, max_rows: int | None) -> AbstractEngine:
         q = self.question
-        max_len = q.max_len or min(self.cfg.max_len, num_pages * q.page_size)
-        most = max((max_rows or XLA.max_rows * self.data) // self.data, 1) * pages_of(max_len, q.page_size)
+        max_len = q.max_len or max(self.paging.longest(num_pages, self.cfg.max_len), q.page_size)
+        most = max((max_rows or XLA.max_rows * self.data) // self.data, 1) * self.paging.num_needed(max_len)
+        # Settings count pages of all layers.
+        size = self.groups.size
+        whole = max(min(num_pages, most) * size // self.cfg.num_layers, 1)
         config = EngineConfig(
-            max_len=max_len, max_rows=max_rows, page_size=q.page_size, num_pages=min(num_pages, most) * self.data,
+            max_len=max_len, max_rows=max_rows, page_size=q.page_size, num_pages=whole * self.data,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
         return AbstractEngine(q.config, self.mesh, config, dtype=q.dtype)
 
     def _report(self, budget: Budget, engine: AbstractEngine | None, steps: tuple[StepFacts, ...]) -> Report:
         q, chip = self.question, self.chip
-        max_len = q.max_len or min(self.cfg.max_len, max(budget.num_pages, 1) * q.page_size)
+        max_len = q.max_len or max(self.paging.longest(budget.num_pages, self.cfg.max_len), q.page_size)
         max_rows = engine.resolved.scheduler.max_rows if engine else q.max_rows or XLA.max_rows * self.data
         missing = budget.missing(self._wanted_pages(budget))
         lengths = sorted({length for length in (*q.lengths, max_len) if length <= max_len})
@@ -189,15 +196,17 @@ class _Planner:
             model=q.model, topology=q.topology.name, device_kind=chip.device_kind,
             num_devices=q.topology.num_devices, tensor=self.tensor, data=self.data, dtype=q.dtype, kv_dtype=self.kv_dtype,
             page_size=q.page_size, max_len=max_len, max_rows=max_rows, budget=budget, num_pages=budget.num_pages,
-            num_tokens=budget.num_pages * q.page_size * self.data, missing_bytes=missing,
-            rows_at=tuple(
-                RowsAt(context_len=n, num_rows=rows_at(budget.num_pages, q.page_size, self.data, n)) for n in lengths
-            ),
+            windows=self.groups.windows,
+            num_tokens=budget.num_pages // self.groups.num * q.page_size * self.data, missing_bytes=missing,
+            rows_at=tuple(RowsAt(context_len=n, num_rows=self._rows_at(budget, n)) for n in lengths),
             steps=steps,
             complaints={step.program: tuple(self._complaints(step, budget)) for step in steps},
             min_bytes=work.bytes, moved_bytes=decode.moved_bytes + work.kv_bytes if decode else math.nan,
             bounds=self._bounds(budget, max_rows), advice=self._advice(budget, missing), notes=tuple(self.notes),
         )  # fmt: skip
+
+    def _rows_at(self, budget: Budget, context_len: int) -> int:
+        return rows_at(budget.num_pages, self.layout.paging(self.question.page_size), self.data, context_len)
 
     def _complaints(self, step: StepFacts, budget: Budget) -> list[str]:
         return complaints(
@@ -206,7 +215,7 @@ class _Planner:
 
     def _bounds(self, budget: Budget, max_rows: int) -> tuple[BoundAt, ...]:
         q = self.question
-        fit = rows_at(budget.num_pages, q.page_size, self.data, q.context_len)
+        fit = self._rows_at(budget, q.context_len)
         return tuple(bounds(self.layout, self.chip, batch_sizes(min(fit, max_rows)), q.context_len)) if fit else ()
 
     def _advice(self, budget: Budget, missing: int) -> tuple[Advice, ...]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxkv.capacity.chips import Chip
 from jaxkv.capacity.geometry import Bound, Layout, bound, tensor_sizes
+from jaxkv.ops import XLA
+from jaxkv.paging import Paging
 
 MEMORY_FRACTION = 0.9  # of what weights leave: the engine's default share for pages on accelerators
 
@@ -18,7 +20,7 @@ class Budget:
     weights: int
     state: int  # row state
     temp: int  # of the greediest step program
-    page: int  # one page, over all layers
+    page: int  # one page, over all its layers
 
     @property
     def free(self) -> int:
@@ -42,14 +44,9 @@ class Budget:
         return max(self.weights + max(by_share, needed + self.state + self.temp) - self.usable, 0)
 
 
-def pages_of(num_tokens: int, page_size: int) -> int:
-    """Pages that hold so many tokens of one row."""
-    return -(-num_tokens // page_size)
-
-
-def rows_at(num_pages: int, page_size: int, data: int, context_len: int) -> int:
+def rows_at(num_pages: int, paging: Paging, data: int, context_len: int) -> int:
     """Rows of `context_len` tokens whose pages fit at once, over all data shards."""
-    return num_pages // pages_of(context_len, page_size) * data
+    return num_pages // paging.num_needed(context_len) * data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,21 +106,22 @@ def advise(
         dtypes: name -> bytes of the dtypes that weights may have.
         kv_dtypes: the same for K/V.
     """
-    pages = pages_of(max_len, page_size)
+    paging = layout.paging(page_size, XLA.token_budget)
+    pages = paging.num_needed(max_len)
 
     def budget_of(other: Layout) -> Budget:
-        return dataclasses.replace(budget, weights=other.weight_bytes, page=other.token_bytes * page_size)
+        return dataclasses.replace(budget, weights=other.weight_bytes, page=other.page_bytes(page_size))
 
     def fits(other: Layout) -> bool:
         return budget_of(other).missing(pages) == 0
 
     found = []
-    shorter = budget.num_pages * page_size
+    shorter = paging.longest(budget.num_pages, max_len)
     if shorter >= page_size:
         found.append(Advice(f"--max-len {shorter}", "one row of that length fits"))
     for tensor in tensor_sizes(layout.cfg, num_devices):
         if layout.tensor < tensor and fits(other := layout.with_tensor(tensor)):
-            tokens = budget_of(other).num_pages * page_size
+            tokens = budget_of(other).num_pages // len(paging.windows) * page_size
             found.append(Advice(f"--tensor {tensor}", f"{tokens:,} tokens of cache for each of its data shards"))
             break
     others = [
@@ -137,17 +135,18 @@ def advise(
     ]
     for setting, smaller in others:
         if fits(smaller):
-            found.append(Advice(setting, f"{budget_of(smaller).num_pages * page_size:,} tokens of cache"))
+            tokens = budget_of(smaller).num_pages // len(paging.windows) * page_size
+            found.append(Advice(setting, f"{tokens:,} tokens of cache"))
             break
     return found
 
 
 def larger_slice(layout: Layout, budget: Budget, chip: Chip, *, page_size: int, max_len: int) -> Advice | None:
     """The fewest devices of the same chip that hold the model, where the topology itself is too small."""
-    pages = pages_of(max_len, page_size)
+    pages = layout.paging(page_size, XLA.token_budget).num_needed(max_len)
     for tensor in tensor_sizes(layout.cfg, layout.cfg.num_heads):
         other = layout.with_tensor(tensor)
-        wanted = dataclasses.replace(budget, weights=other.weight_bytes, page=other.token_bytes * page_size)
+        wanted = dataclasses.replace(budget, weights=other.weight_bytes, page=other.page_bytes(page_size))
         if wanted.missing(pages) == 0:
             num_chips = -(-tensor // chip.devices_per_chip)
             return Advice(f"a topology of {num_chips} or more {chip.name} chips", f"with --tensor {tensor}")

@@ -42,6 +42,13 @@ def _memory(r: Report) -> Iterator[str]:
         f"cache: {r.num_pages:,} pages of {r.page_size} tokens ({format_bytes(b.page)} each) for each of {r.data} data "
         f"shard(s), {r.num_tokens:,} tokens in all"
     )
+    if r.windows != (None,):
+        num_whole = r.windows.count(None)
+        windows = ", ".join(f"{n:,}" for n in sorted({window for window in r.windows if window is not None}))
+        yield (
+            f"layers are in {len(r.windows)} groups with pages of their own: {num_whole} keep all tokens, "
+            f"{len(r.windows) - num_whole} those in their window ({windows} tokens)"
+        )
 
 
 def _refusal(r: Report) -> Iterator[str]:

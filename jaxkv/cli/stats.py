@@ -29,6 +29,7 @@ def print_stats(stats: "Stats", outputs: Sequence[RequestOutput], elapsed_s: flo
         "output tokens": f"{num_output} in {elapsed_s:.2f} s: {num_output / elapsed_s:.1f} a second, prompts included",
         "first token after": f"{sum(first_s) / len(first_s):.3f} s (mean)" if first_s else "-",
         "pages": f"{stats.pages_used} used, {stats.pages_cached} cached, {stats.pages_free} free of {num_pages}",
+        **({"given back": f"{stats.num_left_windows} pages that left their window"} if stats.num_left_windows else {}),
         "page pool": format_bytes(stats.pool_bytes),
         "steps": f"{stats.num_steps}, {stats.num_preemptions} preemptions, {stats.num_compiles} programs built",
     }

@@ -12,6 +12,7 @@ from jaxkv.capacity.geometry import Layout, bound, tensor_sizes
 from jaxkv.capacity.known import KNOWN
 from jaxkv.capacity.report import Budget, advise, batch_sizes, bounds, larger_slice, rows_at, to_json
 from jaxkv.models.registry import find_family
+from jaxkv.paging import Paging
 from jaxkv.sharding import RULES
 
 BILLION = 1e9
@@ -105,7 +106,7 @@ def test_budget() -> None:
 
 
 def test_rows_that_fit() -> None:
-    assert rows_at(100, 16, data=2, context_len=33) == 100 // 3 * 2
+    assert rows_at(100, Paging(page_size=16), data=2, context_len=33) == 100 // 3 * 2
     assert batch_sizes(1) == [1] and batch_sizes(5) == [1, 2, 4, 5]
 
 

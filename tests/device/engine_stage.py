@@ -68,6 +68,7 @@ class Client:
         numbers = dict(
             max_len=MAX_LEN, max_rows=runner.shards.num_rows, page_size=PAGE, num_pages=61, token_budget=MAX_LEN,
             chunk_align=TILE, decode_steps=MAX_STEPS, reserve_steps=0, num_shards=runner.shards.num,
+            windows=runner.pool_spec.groups.windows if runner.pool_spec.groups else (None,),
         )  # fmt: skip
         scheduler = Scheduler(SchedulerConfig(**(numbers | config)))
         fits = GrammarRoom(scheduler.config.grammars, scheduler.config.max_rows).fits

@@ -14,6 +14,7 @@ from jaxkv.batch import Buckets
 from jaxkv.checkpoint.pieces import is_stacked, piece_name
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.groups import LayerGroups
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.registry import FAMILIES
 from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan, StepResult
@@ -40,15 +41,17 @@ def make_runner(
     data: int = 1,
     buckets: Buckets = BUCKETS,
     backend: ops.Backend = ops.CPU,
+    groups: LayerGroups | None = None,
     **changes: Any,
 ) -> Runner:
-    """A runner for `model` (a random one if None); `changes` to its sizes."""
+    """A runner for `model` (a random one if None), with its layers in one group or in `groups`; `changes` to its sizes."""
     mesh = sharding.make_mesh(tensor, data)
     sizes = dict(max_rows=MAX_ROWS, max_len=MAX_LEN, max_steps=MAX_STEPS, num_pages=NUM_PAGES, page_size=PAGE) | changes
     model = _place(model or tiny.model(MODEL), mesh)
     cfg = model.cfg
     spec = PoolSpec(
-        num_layers=cfg.num_layers, num_pages=sizes.pop("num_pages"), num_kv_heads=cfg.num_kv_heads,
+        num_layers=groups.size if groups else cfg.num_layers, groups=groups,
+        num_pages=sizes.pop("num_pages"), num_kv_heads=cfg.num_kv_heads,
         page_size=sizes.pop("page_size"), head_dim=cfg.head_dim,
         dtype=model.embed[...].dtype, storage_dtype=backend.storage_dtype(model.embed[...].dtype),
         storage_shape=backend.storage_shape, pack=backend.pack, unpack=backend.unpack, kv_copies=cfg.kv_copies,

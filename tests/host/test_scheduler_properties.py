@@ -17,18 +17,20 @@ from tests.fake_runner import Loop
 MAX_LEN = 36
 BASE = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]  # what most prompts begin with
 MODEL_STOPS = (3, 4, 5)
+WINDOWS = [(None,)] * 3 + [(7,), (None, 5), (None, 1), (None, 4, 4, 4), (None, None, 3, 11)]  # of groups of layers
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     num_shards, align = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    windows = draw(st.sampled_from(WINDOWS))
     rows_each = draw(st.integers(1, 5 if num_shards == 1 else 3))
     return SchedulerConfig(
         max_len=MAX_LEN,
         max_rows=rows_each * num_shards,
         num_shards=num_shards,
         page_size=draw(st.sampled_from([1, 3, 4, 16])),
-        num_pages=draw(st.integers(4, 60)),
+        num_pages=draw(st.integers(4, 60)) * len(windows),
         token_budget=rows_each - 1 + align + draw(st.integers(0, 20)),
         chunk_align=align,
         decode_steps=draw(st.integers(1, 5)),
@@ -38,6 +40,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_bypass=draw(st.integers(0, 3)),
         steps_per_priority_level=draw(st.integers(1, 20)),
         reserve_steps=draw(st.sampled_from([0, 0, 4])),
+        windows=windows,
     )
 
 
@@ -80,7 +83,7 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
             self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask))
         except CapacityError:
             num_tokens = len(ask["prompt"]) + min(1, ask["max_tokens"])
-            assert num_tokens > (self.loop.config.num_pages - 1) * self.loop.config.page_size
+            assert self.loop.config.paging.num_needed(num_tokens) > self.loop.config.num_pages - 1
         self.num_added += 1
 
     @hypothesis.stateful.rule(num=st.integers(1, 6))
@@ -174,8 +177,11 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
         config, request = self.loop.config, self.loop.requests[request_id]
         room = (config.num_pages - 1) * config.page_size
         num_tokens = len(request.prompt_token_ids) + num_output
-        assert num_tokens == room + 1, "it used the whole pool, and one token more is known"
-        assert num_output < len(generate_alone(request, child, config.max_len).token_ids)
+        if config.has_windows:
+            assert config.paging.num_needed(num_tokens) > config.num_pages - 1
+        else:
+            assert num_tokens == room + 1, "it used the whole pool, and one token more is known"
+        assert num_output < len(generate_alone(request, child, config.max_len, config.windows).token_ids)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -37,7 +37,7 @@ def tiered(draw: st.DrawFn) -> SchedulerConfig:
         max_staged=num_pages,
         demote=draw(st.sampled_from(["retained", "all", "all"])),
     )
-    return dataclasses.replace(config, tiers=below, prefix_cache=True)
+    return dataclasses.replace(config, tiers=below, prefix_cache=True, windows=(None,))
 
 
 def damage(path: Path, at: int, flip: int) -> None:

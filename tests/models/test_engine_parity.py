@@ -12,12 +12,15 @@ import pytest
 from jaxkv.batch import Buckets
 from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.models.groups import group_layers
+from jaxkv.paging import Paging
+from jaxkv.plan import StepPlan
 from jaxkv.request import RequestOutput
-from jaxkv.runner import Runner
+from jaxkv.runner import InFlight, Runner
 from jaxkv.sharding import make_mesh
 from tests.device.engine_stage import Client, ask
-from tests.device.stage import MAX_LEN, TILE, make_runner
-from tests.models.families import FIRST, VARIANTS, build
+from tests.device.stage import MAX_LEN, PAGE, TILE, make_runner
+from tests.models.families import FIRST, VARIANTS, WINDOW, build
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -72,13 +75,17 @@ def cases(model: Any, name: str) -> list[Case]:
     return out
 
 
-def runner_of(folder: Path, *, tensor: int = 1, per_layer: bool = True, dtype: Any = np.float32) -> Runner:
+def runner_of(
+    folder: Path, *, tensor: int = 1, per_layer: bool = True, dtype: Any = np.float32, grouped: bool = False
+) -> Runner:
     source = HfSource(folder)
     family, cfg = model_config(source)
     model: Any = load_model(
         source, family, cfg.for_len(MAX_LEN), dtype=np.dtype(dtype), mesh=make_mesh(1), per_layer=per_layer,
     )  # fmt: skip
-    return make_runner(model, tensor=tensor, buckets=BUCKETS, num_pages=64)
+    groups = group_layers(cfg.windows, MAX_LEN) if grouped else None
+    num_pages = 64 * (groups.num if groups else 1)
+    return make_runner(model, tensor=tensor, buckets=BUCKETS, num_pages=num_pages, groups=groups)
 
 
 def check(client: Client, wanted: list[Case]) -> list[RequestOutput]:
@@ -111,6 +118,53 @@ def test_schedules_change_nothing(name: str, tmp_path: Path) -> None:
         assert (preempted > 0) == ("num_pages" in settings)
         warm = check(client, wanted)
         assert warm[0].cached_tokens > 0 or preempted  # a tight pool has lost it again
+
+
+WINDOWED = ("mistral", "gemma2", "gemma3")
+
+
+def poison_what_left(client: Client, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every step, NaN in the null page and in all pages whose content is worth nothing."""
+    (memory,), dispatch = client.engine.scheduler._roster.memories, runner.dispatch
+    spec = runner.pool_spec
+
+    def poisoned(plan: StepPlan) -> InFlight:
+        is_free = np.zeros((spec.num_layers, spec.num_pages), bool)
+        is_free[:, [0, *memory._allocator._free]] = True
+        pool = runner._pool
+        assert pool is not None
+        runner._pool = jnp.where(is_free.reshape(-1, 1, 1, 1, 1), jnp.asarray(np.nan, pool.dtype), pool)
+        return dispatch(plan)
+
+    monkeypatch.setattr(runner, "dispatch", poisoned)
+
+
+@pytest.mark.parametrize("name", ["qwen2-windows", *(pytest.param(name, marks=pytest.mark.slow) for name in WINDOWED)])
+def test_pages_that_left_windows_do_not_matter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers in groups: all schedules, with NaN in what was given back."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    wanted = cases(model, name)
+    runner = runner_of(tmp_path, grouped=True)
+    groups = runner.pool_spec.groups
+    assert groups is not None and WINDOW in groups.windows
+    least = Paging(page_size=PAGE, windows=groups.windows, max_chunk=TILE + 3).num_needed(MAX_LEN)
+    plenty, tight = 61 * groups.num, least + 5
+    for num_pages, token_budget in ((plenty, TILES * TILE), (tight, TILE + 3)):
+        with monkeypatch.context() as patch:
+            client = Client(runner, num_pages=num_pages, token_budget=token_budget)
+            poison_what_left(client, runner, patch)
+            check(client, wanted)
+            stats = client.engine.scheduler.stats()
+            assert stats.num_left_windows > 0
+            assert (stats.num_preemptions > 0) == (num_pages == tight)
+            warm = check(client, wanted)
+            assert warm[0].cached_tokens > 0 or stats.num_preemptions
+            several = client.generate(*(ask(c.prompt, max_tokens=len(c.tokens), ignore_eos=True, n=2) for c in wanted))
+            assert all(
+                list(o.token_ids) == c.tokens for out, c in zip(several, wanted, strict=True) for o in out.outputs
+            )
+            client.check_idle()
 
 
 @pytest.mark.slow
