@@ -109,7 +109,9 @@ def test_only_the_end_is_scored(runner: Runner, dense: Dense, start: int, settin
             assert entry is not None
             check_entry(entry, what.prompt[position], expected[position - 1], 1)
         assert output.cached_tokens == num_cached or "num_pages" in settings
-        assert other.prompt_logprobs is not None and [entry is None for entry in other.prompt_logprobs].count(True) == 20
+        assert (
+            other.prompt_logprobs is not None and [entry is None for entry in other.prompt_logprobs].count(True) == 20
+        )
         check_tokens(other, busy, dense)
     client.check_idle()
 
