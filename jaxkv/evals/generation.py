@@ -24,7 +24,7 @@ def read_gen_kwargs(gen_kwargs: Mapping[str, Any], default_max_tokens: int) -> S
     Raises:
         RequestError: an argument is not known or out of range.
     """
-    given = dict(normalize_gen_kwargs(dict(gen_kwargs), default_max_tokens))
+    given: dict[str, Any] = dict(normalize_gen_kwargs(dict(gen_kwargs), default_max_tokens))
     if not given.pop("do_sample"):
         given["temperature"] = 0.0
     until, max_tokens = given.pop("until"), given.pop("max_gen_toks")

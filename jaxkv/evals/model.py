@@ -104,7 +104,7 @@ class JaxkvLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.llm.name.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         add_bos = {None: self._add_bos, True: None, False: False}[add_special_tokens]  # None: as this tokenizer does
         return self._tokens.encode(string, add_bos=add_bos)
 
@@ -132,7 +132,7 @@ class JaxkvLM(TemplateLM):
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any) -> list[Score]:
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False, **unused: Any) -> list[Score]:
         prompts, params = [], []
         for _, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
@@ -169,7 +169,8 @@ class JaxkvLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts, params = [], []
-        for context, gen_kwargs in (request.args for request in requests):
+        asked: list[Any] = [request.args for request in requests]
+        for context, gen_kwargs in asked:
             params.append(read_gen_kwargs(gen_kwargs, self._max_gen_toks))
             room = self.llm.max_len - params[-1].max_tokens
             if room < 1:
