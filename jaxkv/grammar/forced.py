@@ -22,9 +22,9 @@ from jaxkv.grammar.trie import find_node
 from jaxkv.grammar.vocabulary import TokenVocabulary
 
 MAX_TAIL = 32  # bytes of the longest token that may reach over the end; longer ones are runs of spaces and dashes
-MAX_PROBES = 64  # continuations that are tried against the tokenizer
+MAX_PROBES = 32  # continuations that are tried against the tokenizer
 PROBES_PER_BYTE = 8
-MAX_LOOKS = 400  # states of a grammar whose text is tokenised, a millisecond each; the rest stay as they are
+MAX_LOOKS = 80  # states of a grammar whose text is tokenised, a millisecond each; the rest stay as they are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ def force(automaton: ByteAutomaton, rows: Rows, vocabulary: TokenVocabulary) -> 
     for group in rows.groups:
         may[group.states] = False
     _, first_id = vocabulary.ranked_ids
-    queue = [automaton.start, *np.unique(single.state[~may[single.origin]]).tolist()]
+    queue = [*np.unique(single.state[~may[single.origin]]).tolist(), automaton.start]  # the last one is taken first
     seen = np.zeros(automaton.num_states, bool)
     num_looks = 0
     while queue and num_looks < MAX_LOOKS:
