@@ -1,5 +1,8 @@
 """`--model jaxkv` of lm-evaluation-harness: on a tiny model against plain scoring, on SmolLM2 against Hugging Face."""
 
+# The harness' decorators hide what its functions and classes take.
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
 import json
 import subprocess
 import sys
@@ -39,6 +42,7 @@ def plain_score(llm: LLM, token_ids: list[int], start: int) -> tuple[float, bool
     """The slow way: the whole prompt is scored, and nothing is reused."""
     llm.clear_prefix_cache()
     (output,) = llm.score([token_ids], top=1)
+    assert output.prompt_logprobs is not None
     entries = [entry for entry in output.prompt_logprobs[start:] if entry is not None]
     return sum(entry.logprob for entry in entries), all(entry.top[0][0] == entry.token_id for entry in entries)
 

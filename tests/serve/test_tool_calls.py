@@ -45,6 +45,7 @@ def test_calls_in_every_format(tiny_llm: LLM, format: str) -> None:
         assert calls and not (completion.content or "").strip()
         for call in calls:
             jsonschema.validate(call.arguments, SCHEMAS[call.name])
+        assert isinstance(ask.structured, ToolCalls)
         if ask.structured.choice == "paint":
             assert [call.name for call in calls] == ["paint"]
         numbers.append(len(calls))
