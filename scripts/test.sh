@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest_args=("$@")
 . scripts/setup.sh test 'parity?' gemma3
-exec "$python" -m pytest ${pytest_args[@]+"${pytest_args[@]}"}
+exec "$python" -m pytest -n auto --maxprocesses 4 --dist worksteal ${pytest_args[@]+"${pytest_args[@]}"}

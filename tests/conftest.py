@@ -32,6 +32,10 @@ def compilation_cache_dir() -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.path.relative_to(here).parts[0] in KERNEL_FOLDERS:
             item.add_marker(pytest.mark.kernels)

@@ -76,11 +76,11 @@ _FAMILIES = (
     "granite-3.1-8b", "smollm3-3b", "olmoe-1b-7b",
 )  # fmt: skip
 FAMILY_CASES = (
-    *(Case(chip, model) for model in _FAMILIES for chip in ("v6e:1x1", "h200x1")),
-    Case("v6e:2x4", "mixtral-8x7b", tensor=8),
-    Case("h200x4", "mixtral-8x7b", tensor=4),
-    Case("v6e:2x2", "qwen3-30b-a3b", tensor=4),
-    Case("h200x4", "qwen3-30b-a3b", tensor=4),
+    *(Case(chip, model, programs=("decode",)) for model in _FAMILIES for chip in ("v6e:1x1", "h200x1")),
+    Case("v6e:2x4", "mixtral-8x7b", tensor=8, programs=("decode",)),
+    Case("h200x4", "mixtral-8x7b", tensor=4, programs=("decode",)),
+    Case("v6e:2x2", "qwen3-30b-a3b", tensor=4, programs=("decode",)),
+    Case("h200x4", "qwen3-30b-a3b", tensor=4, programs=("decode",)),
 )
 
 

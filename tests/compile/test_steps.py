@@ -44,7 +44,9 @@ def need(case: Case) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("case", CASES + FAMILY_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in FAMILY_CASES)], ids=str
+)
 def test_step_programs(case: Case) -> None:
     need(case)
     proof = prove(case)

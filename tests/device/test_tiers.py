@@ -79,7 +79,19 @@ def test_warm_is_cold_over_all_tiers_under_forced_evictions(tmp_path, model, col
 
 @pytest.mark.parametrize(
     ("kv_dtype", "tensor"),
-    [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4), ("float8_e4m3fn", 2)],
+    [
+        ("float32", 4),
+        ("bfloat16", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                ("float32", 1),
+                ("float32", 2),
+                ("bfloat16", 4),
+                ("float8_e4m3fn", 2),
+            )
+        ),
+    ],
 )
 def test_another_start_on_other_devices_reads_the_same_files(tmp_path, model, kv_dtype: str, tensor: int):
     """Written by one device; four devices hold two copies of each KV head."""

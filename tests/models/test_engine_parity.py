@@ -97,7 +97,9 @@ def check(client: Client, wanted: list[Case]) -> list[RequestOutput]:
         assert completion.logprobs is not None
         for found, expected in zip(completion.logprobs, case.logprobs, strict=True):
             ids, values = zip(*found.top, strict=True)
-            np.testing.assert_allclose(values, expected[list(ids)], atol=1e-4, rtol=0)
+            np.testing.assert_allclose(
+                values, expected[list(ids)], atol=1e-4, rtol=5e-5
+            )  # the second: granite multiplies, its logits are large
     client.check_idle()
     return outs
 
@@ -167,7 +169,7 @@ def test_pages_that_left_windows_do_not_matter(name: str, tmp_path: Path, monkey
             client.check_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "per_layer"),  # the first of each family went through `test_schedules_change_nothing`
     [(name, i % 2 == 0) for i, name in enumerate(VARIANTS) if name not in FIRST.values()],
@@ -181,7 +183,14 @@ def test_tokens_and_logprobs_of_decode(name: str, per_layer: bool, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tensor"), [*((name, 2) for name in FIRST.values()), *((name, 4) for name in ON_FOUR)]
+    ("name", "tensor"),
+    [
+        *(
+            pytest.param(name, 2, marks=() if family in ("gemma3", "mixtral", "olmo2") else pytest.mark.exhaustive)
+            for family, name in FIRST.items()
+        ),
+        *(pytest.param(name, 4, marks=() if name == ON_FOUR[0] else pytest.mark.exhaustive) for name in ON_FOUR),
+    ],
 )
 def test_devices_change_nothing(name: str, tensor: int, tmp_path: Path) -> None:
     """Heads, ffn units and experts over two and four devices; K/V heads are copied where there are fewer."""
