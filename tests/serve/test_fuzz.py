@@ -29,7 +29,7 @@ POSTS = (
     ("path", "num"),
     [
         *((path, 25) for path in POSTS),
-        *(pytest.param(path, 400, marks=pytest.mark.slow, id=f"{path}-long") for path in POSTS),
+        *(pytest.param(path, 400, marks=pytest.mark.exhaustive, id=f"{path}-long") for path in POSTS),
     ],
 )
 def test_nothing_makes_it_fail(server: LiveServer, path: str, num: int) -> None:
