@@ -131,7 +131,7 @@ def test_there_are_enough_documents() -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_harness_says_the_same_of_hugging_face(smollm2_gguf_path: Path) -> None:
     """SmolLM2 in float32, natively, over HTTP and in transformers."""
     for name in ("torch", "transformers", "accelerate"):
