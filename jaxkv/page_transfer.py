@@ -48,16 +48,17 @@ def canonical_dtype(pool: PoolSpec) -> np.dtype:
 def read_pages(pool: jax.Array, pages: jax.Array, of: PoolSpec) -> jax.Array:
     """Pages `pages` (int32 [B]) of a data shard's pool as `[B, L, 2, K, S, D]` bits."""
     stored = pool[_places(pool, pages, of.num_layers)]  # [B * L, planes, K * C, S, lanes]
-    # Bits before heads are picked: between devices that may become a sum, and floats would lose -0.0 and denormals.
-    bits = jax.lax.bitcast_convert_type(of.unpack(stored, of.head_dim), canonical_dtype(of))
-    kv = bits[:, :, :: of.kv_copies]
+    # Bits before anything else: XLA:CPU pads bfloat16 as float32, and between devices picking heads may become a sum; both
+    # would lose denormals, the second -0.0 too.
+    bits = jax.lax.bitcast_convert_type(stored, canonical_dtype(of))
+    kv = of.unpack(bits, of.head_dim)[:, :, :: of.kv_copies]
     return kv.reshape(len(pages), of.num_layers, *kv.shape[1:])
 
 
 def write_pages(pool: jax.Array, pages: jax.Array, kv: jax.Array, of: PoolSpec) -> jax.Array:
     """The inverse: a data shard's pool with `kv` `[B, L, 2, K, S, D]` bits in pages `pages`; the null page is padding."""
     bits = jnp.repeat(kv.reshape(-1, *kv.shape[2:]), of.kv_copies, axis=2)
-    stored = of.pack(jax.lax.bitcast_convert_type(bits, pool.dtype))
+    stored = jax.lax.bitcast_convert_type(of.pack(bits), pool.dtype)
     return pool.at[_places(pool, pages, of.num_layers)].set(stored, mode="promise_in_bounds")
 
 
