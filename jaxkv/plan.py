@@ -136,7 +136,8 @@ class StepPlan:
     page_writes: tuple[PageWrite, ...] = ()
     page_copies: tuple[PageCopy, ...] = ()  # done before anything is computed; a target is copied to once
     grammar_loads: tuple[GrammarLoad, ...] = ()  # done before anything is computed
-    # Masks of rows whose grammar lives on the host, for this step: each token needs a new one.
+    # Masks of rows whose grammar lives on the host, for this step: each token needs a new one. The next plan may write
+    # over them, so whoever dispatches this one takes a copy.
     mask_rows: np.ndarray = dataclasses.field(default_factory=lambda: NO_ROWS)  # int32 [num_masks]
     masks: np.ndarray | None = None  # uint32 [num_masks, ceil(V / 32)]; None: there are none
     chunks: tuple[Chunk, ...] = ()

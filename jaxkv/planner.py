@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxkv.config import SchedulerConfig
 from jaxkv.grammar.compiled import OnDevice, OnHost
-from jaxkv.grammar.host import fill_masks
 from jaxkv.grammar_layout import GrammarPlace, host_row
 from jaxkv.memory import Reuse
 from jaxkv.placement import Placement
@@ -141,7 +140,7 @@ class Planner:
         sequences += [s for s, c in zip(self._chunked, self._chunks, strict=True) if s.is_on_host and c.samples]
         if not sequences:
             return NO_ROWS, None
-        masks = fill_masks([(seq.matcher, seq.request.stop_ids) for seq in sequences])
+        masks = self._roster.host_masks.fill([(seq.matcher, seq.request.stop_ids) for seq in sequences])
         return np.array([seq.row for seq in sequences], np.int32), masks
 
     # --- decode rows -------------------------------------------------------------------------------------------------

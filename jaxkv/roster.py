@@ -11,6 +11,7 @@ from jaxkv.config import SchedulerConfig
 from jaxkv.errors import RequestError
 from jaxkv.events import Finished
 from jaxkv.grammar.compiled import CompiledGrammar, OnDevice, OnHost
+from jaxkv.grammar.host_masks import HostMasks
 from jaxkv.grammar.room import GrammarRoom
 from jaxkv.homes import Group, Homes, group_of
 from jaxkv.memory import Memory, Reuse
@@ -64,6 +65,7 @@ class Roster:
         self.num_forced_tokens = 0  # of outputs, that no decode step had to make
         self.usage = Usage()
         self.grammars = GrammarRoom(config.grammars, config.max_rows)
+        self.host_masks = HostMasks()
         self.homes = Homes()
         self.newest_group: Group | None = None  # of the sequence that got a row last
 

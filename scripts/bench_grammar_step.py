@@ -24,9 +24,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jaxkv import ops, sharding
 from jaxkv.batch import Buckets
-from jaxkv.grammar.compiled import OnDevice, OnHost
+from jaxkv.grammar.compiled import OnDevice
 from jaxkv.grammar.compiler import GrammarCompiler
-from jaxkv.grammar.host import GuidanceMatcher, fill_masks
+from jaxkv.grammar.host import GuidanceMatcher, HostGrammars
+from jaxkv.grammar.host_masks import HostMasks
 from jaxkv.grammar.room import GrammarRoom
 from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.grammar_layout import GrammarPlace
@@ -47,6 +48,29 @@ FORMS: list[Form] = [
     JsonSchema({"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 100}),
     Regex("([a-f]+-[0-9]+,)*end"),
 ]
+HOST_FORMS: dict[str, Form] = {
+    "list": Grammar('start: value\nvalue: "[" value ("," value)* "]" | /[a-z0-9]+/'),
+    "schema": JsonSchema(
+        {
+            "$defs": {
+                "node": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1, "maxLength": 40},
+                        "when": {"type": "string", "format": "date-time"},
+                        "weight": {"type": "number"},
+                        "tags": {"type": "array", "items": {"type": "string"}},
+                        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                    },
+                    "required": ["name", "children"],
+                    "additionalProperties": False,
+                }
+            },
+            "$ref": "#/$defs/node",
+        }
+    ),
+}
+MASK_ROUNDS = 500
 
 
 def vocabulary(size: int) -> TokenVocabulary:
@@ -126,25 +150,43 @@ class Bench:
         return self.runner.dispatch(StepPlan(step_id=self.step_id, **plan)).result()
 
 
-def host_masks(compiler: GrammarCompiler, rows: int, rounds: int) -> dict[str, float]:
-    """Masks of all rows for a grammar matched on the host, beside llguidance's own parallel call."""
+def host_masks(words: TokenVocabulary, rows: int, form: Form, stop_ids: tuple[int, ...]) -> dict[str, float]:
+    """Microseconds for the masks of all rows under a form matched on the host, and of llguidance's own parallel call.
+
+    The two take turns over the same parsers, `MASK_ROUNDS` times; the ratio is the median over pairs. `stop_ids` are
+    the model's own, or a request's.
+    """
     import llguidance
     import llguidance.numpy
 
-    grammar = compiler.submit(Grammar('start: value\nvalue: "[" value ("," value)* "]" | /[a-z0-9]+/')).result()
-    assert isinstance(grammar, OnHost)
-    matchers = [grammar.start(b"[" * (row % 5) + b"a") for row in range(rows)]
-    parsers = [(m.parser, i) for i, m in enumerate(matchers) if isinstance(m, GuidanceMatcher)]
-    executor = llguidance.LLExecutor()
-    ours, theirs, out = [], [], np.zeros((rows, -(-compiler.vocabulary.size // 32)), np.int32)
-    for _ in range(rounds):
+    grammars = HostGrammars(words, words.end_ids)
+    make, random = grammars.matcher(form), np.random.default_rng(0)
+    matchers = [_some_way_in(make(), words, row, random) for row in range(rows)]
+    parsers = [(matcher.parser, row) for row, matcher in enumerate(matchers)]
+    executor, masks = llguidance.LLExecutor(), HostMasks()
+    ours, theirs, out = [], [], np.zeros((rows, -(-words.size // 32)), np.int32)
+    for _ in range(MASK_ROUNDS):
         start = time.perf_counter()
-        fill_masks([(matcher, (1,)) for matcher in matchers])
+        masks.fill([(matcher, stop_ids) for matcher in matchers])
         ours.append(time.perf_counter() - start)
         start = time.perf_counter()
         llguidance.numpy.fill_next_token_bitmask_par(executor, parsers, out)
         theirs.append(time.perf_counter() - start)
-    return {"host_masks_ms": statistics.median(ours) * 1e3, "llguidance_ms": statistics.median(theirs) * 1e3}
+    ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+    return {"us": statistics.median(ours) * 1e6, "llguidance_us": statistics.median(theirs) * 1e6, "ratio": ratio}
+
+
+def _some_way_in(matcher: GuidanceMatcher, words: TokenVocabulary, steps: int, random: np.random.Generator):
+    """After up to `steps` random tokens."""
+    mask = np.zeros(matcher.num_words, np.uint32)
+    for _ in range(steps):
+        matcher.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = np.setdiff1d(allowed, matcher.end_ids)
+        if not len(allowed):
+            break
+        matcher.consume(int(random.choice(allowed)))
+    return matcher
 
 
 def main() -> None:
@@ -174,7 +216,10 @@ def main() -> None:
     pairs = zip(times["grammar"], times["free"], strict=True)
     report["ratio"] = round(statistics.median(constrained / free for constrained, free in pairs), 3)
     report["best_ratio"] = round(report["grammar_best_ms"] / report["free_best_ms"], 3)
-    report |= {key: round(value, 2) for key, value in host_masks(compiler, args.rows, args.rounds).items()}
+    for name, form in HOST_FORMS.items():
+        for whose, stop_ids in (("", words.end_ids), ("_other_stops", (1, *words.end_ids))):
+            measured = host_masks(words, args.rows, form, stop_ids)
+            report |= {f"host_masks_{name}{whose}_{key}": round(value, 2) for key, value in measured.items()}
     print(json.dumps(report))
 
 

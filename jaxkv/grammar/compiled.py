@@ -15,6 +15,7 @@ class Matcher(Protocol):
     """One output's place in a grammar on the host. It never sees a stop id, nor a token after one."""
 
     num_words: int  # of its masks, ceil(V / 32)
+    end_ids: tuple[int, ...]  # that its masks allow exactly where the output may end, sorted; they may be none
 
     @property
     def is_accepting(self) -> bool:
@@ -29,7 +30,7 @@ class Matcher(Protocol):
     def consume(self, token_id: int) -> None: ...
 
     def fill(self, mask: np.ndarray) -> None:
-        """Writes the tokens allowed next into uint32 [ceil(V / 32)]; stop ids are set by others."""
+        """Writes the tokens allowed next into uint32 [ceil(V / 32)]; other stop ids than `end_ids` are set by others."""
         ...
 
 

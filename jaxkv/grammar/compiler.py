@@ -42,8 +42,9 @@ class GrammarCompiler:
         self._bytes: dict[str, int] = {}
         self._total_bytes = 0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._making = threading.RLock()  # of the next two, held while one is made: nobody makes it twice
+        self._making = threading.RLock()  # of the next three, held while one is made: nobody makes it twice
         self._vocabularies: dict[bool, TokenVocabulary] = {}
+        self._stop_ids: tuple[int, ...] = ()  # of requests that ask for no others
         self._host: HostGrammars | None = None
 
     @property
@@ -54,7 +55,8 @@ class GrammarCompiler:
     def _vocabulary(self, *, for_tools: bool) -> TokenVocabulary:
         with self._making:
             if for_tools not in self._vocabularies:
-                made = dataclasses.replace(self._make_vocabulary(for_tools), end_ids=(), templates={})
+                whole = self._make_vocabulary(for_tools)
+                made, self._stop_ids = dataclasses.replace(whole, end_ids=(), templates={}), whole.end_ids
                 _ = made.trie, made.ranked_ids  # now: later two threads would make each of them
                 self._vocabularies[for_tools] = made
             return self._vocabularies[for_tools]
@@ -62,7 +64,8 @@ class GrammarCompiler:
     def _host_grammars(self) -> HostGrammars:
         with self._making:
             if self._host is None:
-                self._host = HostGrammars(self.vocabulary)
+                vocabulary = self.vocabulary
+                self._host = HostGrammars(vocabulary, self._stop_ids)
                 _ = self._host.tokenizer
             return self._host
 

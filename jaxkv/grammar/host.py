@@ -4,7 +4,7 @@ llguidance (https://github.com/guidance-ai/llguidance, MIT) parses; `JsonWatch` 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
@@ -13,11 +13,8 @@ import llguidance.numpy
 import numpy as np
 
 from jaxkv.errors import RequestError
-from jaxkv.grammar.compiled import Matcher
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.structured import Choice, Form, Grammar, JsonObject, JsonSchema, Regex
-
-_executor: list[llguidance.LLExecutor] = []  # one thread pool for all, started when first needed
 
 
 class GuidanceMatcher:
@@ -26,11 +23,11 @@ class GuidanceMatcher:
     Args:
         parser: at the start.
         size: V, width of the logits.
-        end_id: what llguidance thinks ends an output; only a request's stop ids do.
+        end_ids: what llguidance thinks ends an output.
     """
 
-    def __init__(self, parser: llguidance.LLMatcher, size: int, end_id: int) -> None:
-        self.parser, self.end_id = parser, end_id
+    def __init__(self, parser: llguidance.LLMatcher, size: int, end_ids: tuple[int, ...]) -> None:
+        self.parser, self.end_ids = parser, end_ids
         self.num_words = -(-size // 32)
 
     @property
@@ -45,10 +42,7 @@ class GuidanceMatcher:
         self.parser.consume_token(token_id)
 
     def fill(self, mask: np.ndarray) -> None:
-        if self.parser.is_stopped():
-            mask[:] = 0
-        else:
-            llguidance.numpy.fill_next_token_bitmask(self.parser, mask.view(np.int32)[None])
+        llguidance.numpy.fill_next_token_bitmask(self.parser, mask.view(np.int32)[None])
 
 
 def _no_constant(name: str) -> None:
@@ -62,6 +56,7 @@ class JsonWatch:
     """Free text that may not end before it holds a complete JSON object or array."""
 
     error = ""
+    end_ids: tuple[int, ...] = ()  # none is kept from its masks
 
     def __init__(self, vocabulary: TokenVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -97,17 +92,23 @@ class JsonWatch:
 
 
 class HostGrammars:
-    """Makes matchers for one vocabulary."""
+    """Makes matchers for one vocabulary.
 
-    def __init__(self, vocabulary: TokenVocabulary) -> None:
+    Args:
+        vocabulary: of the model.
+        stop_ids: that requests mostly have; masks with just these need no work after llguidance's.
+    """
+
+    def __init__(self, vocabulary: TokenVocabulary, stop_ids: tuple[int, ...] = ()) -> None:
         self.vocabulary = vocabulary
+        self._end_ids = _end_ids(vocabulary, stop_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
 
     @property
     def tokenizer(self) -> llguidance.LLTokenizer:
         """Made when first needed: a second for 128 k tokens."""
         if self._tokenizer is None:
-            self._tokenizer = _make_tokenizer(self.vocabulary)
+            self._tokenizer = _make_tokenizer(self.vocabulary, self._end_ids)
         return self._tokenizer
 
     def matcher(self, form: Form) -> Callable[[], GuidanceMatcher]:
@@ -116,8 +117,8 @@ class HostGrammars:
         Raises:
             RequestError: llguidance refuses the grammar; the message is its own.
         """
-        parser, size, end_id = self._parser(form), self.vocabulary.size, _end_id(self.vocabulary)
-        return lambda: GuidanceMatcher(parser.deep_copy(), size, end_id)
+        parser, size, end_ids = self._parser(form), self.vocabulary.size, self._end_ids
+        return lambda: GuidanceMatcher(parser.deep_copy(), size, end_ids)
 
     def _parser(self, form: Form) -> llguidance.LLMatcher:
         """A parser at the start of the form's language; copies of it are cheap."""
@@ -131,48 +132,18 @@ class HostGrammars:
         return parser
 
 
-def fill_masks(rows: Sequence[tuple[Matcher | None, tuple[int, ...]]]) -> np.ndarray:
-    """The masks of all rows, computed in parallel: uint32 [num_rows, ceil(V / 32)].
-
-    Args:
-        rows: matcher and stop ids of each; the stop ids are allowed exactly where the output may end.
-    """
-    parsers: list[tuple[llguidance.LLMatcher, int]] = []
-    masks = np.empty((len(rows), rows[0][0].num_words if rows[0][0] else 0), np.uint32)
-    stops: list[tuple[int, int, bool]] = []  # row, stop id, whether it is allowed
-    for index, (matcher, stop_ids) in enumerate(rows):
-        assert matcher is not None
-        may_end = matcher.is_accepting
-        stops += [(index, stop, may_end) for stop in stop_ids]
-        if isinstance(matcher, GuidanceMatcher) and not matcher.parser.is_stopped():
-            parsers.append((matcher.parser, index))
-            stops.append((index, matcher.end_id, False))
-        else:
-            matcher.fill(masks[index])
-    if parsers:
-        if not _executor:
-            _executor.append(llguidance.LLExecutor())
-        llguidance.numpy.fill_next_token_bitmask_par(_executor[0], parsers, masks.view(np.int32))
-    if stops:
-        row, stop, may_end = np.array(stops, np.int64).T
-        bit = (1 << (stop % 32)).astype(np.uint32)
-        np.bitwise_and.at(masks, (row, stop // 32), ~bit)
-        np.bitwise_or.at(masks, (row, stop // 32), np.where(may_end, bit, np.uint32(0)))
-    return masks
-
-
-def _make_tokenizer(vocabulary: TokenVocabulary) -> llguidance.LLTokenizer:
+def _make_tokenizer(vocabulary: TokenVocabulary, end_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
     """The same tokens as the device's tables: ids that grammars never allow spell nothing."""
-    spelled = _Spelled(vocabulary, _end_id(vocabulary))
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), n_vocab=vocabulary.size)
+    wrapper = llguidance.TokenizerWrapper(_Spelled(vocabulary, end_ids))
+    return llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=[*end_ids])
 
 
-def _end_id(vocabulary: TokenVocabulary) -> int:
-    """llguidance wants one id that ends an output; it must be one that spells nothing."""
+def _end_ids(vocabulary: TokenVocabulary, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """llguidance wants ids that end an output; they must be ones that spell nothing."""
     silent = np.flatnonzero(vocabulary.rank_of < 0)
     if not len(silent):
         raise RequestError("this grammar needs a vocabulary with an end-of-sequence token, and this model has none")
-    return next((end for end in vocabulary.end_ids if vocabulary.rank_of[end] < 0), int(silent[0]))
+    return tuple(sorted({*stop_ids} & {*silent.tolist()})) or (int(silent[0]),)
 
 
 class _Spelled:
@@ -180,10 +151,10 @@ class _Spelled:
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: TokenVocabulary, end_id: int) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, end_ids: tuple[int, ...]) -> None:
         self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.size)]
-        self.eos_token_id = end_id
-        self.special_token_ids = [end_id]
+        self.eos_token_id = end_ids[0]
+        self.special_token_ids = [*end_ids]
         self._encode = vocabulary.encode
         self._id_of = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
         self._max_len = max(map(len, self._id_of), default=1)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.errors import RequestError
-from jaxkv.grammar.compiled import OnDevice, OnHost
+from jaxkv.grammar.compiled import Matcher, OnDevice, OnHost
 from jaxkv.grammar.compiler import GrammarCompiler
-from jaxkv.grammar.host import HostGrammars, fill_masks
+from jaxkv.grammar.host import HostGrammars
+from jaxkv.grammar.host_masks import HostMasks, HostRow
 from jaxkv.grammar.matcher import TokenMatcher
 from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex, ToolCalls
@@ -52,7 +53,7 @@ def test_the_host_and_the_device_speak_the_same_language(form: Form, data: st.Da
     assert isinstance(grammar, OnDevice)
     ours, theirs = TokenMatcher(grammar.tables), HOST.matcher(form)()
     for _ in range(12):
-        mask = bits(fill_masks([(theirs, (END,))])[0])
+        mask = bits(HostMasks().fill([(theirs, (END,))])[0])
         want = ours.mask()
         want[END] = ours.is_accepting
         assert (mask == want).all() or (mask.sum() == 1 and (want & mask).sum() == 1), np.flatnonzero(mask != want)
@@ -71,10 +72,53 @@ def test_masks_have_each_request_s_own_stop_ids() -> None:
     for token in b"acb":
         whole.consume(token)
         other.consume(token)
-    masks = [bits(mask) for mask in fill_masks([(begun, (END,)), (whole, (END, 5)), (other, (7,))])]
+    masks = [bits(mask) for mask in HostMasks().fill([(begun, (END,)), (whole, (END, 5)), (other, (7,))])]
     assert np.flatnonzero(masks[0]).tolist() == [97, 99]
     assert np.flatnonzero(masks[1]).tolist() == [5, END]
     assert np.flatnonzero(masks[2]).tolist() == [7]
+
+
+def test_masks_are_the_same_whoever_had_the_rows_before() -> None:
+    """One object fills them for rows that come, go, advance and change places; a new one is right as it stands here."""
+    random = np.random.default_rng(0)
+    nested = COMPILER.submit(Grammar('start: "a" start "b" | "c"')).result()
+    watched = COMPILER.watch_json().result()
+    assert isinstance(nested, OnHost) and isinstance(watched, OnHost)
+    outputs = [b"", b"a", b"aa", b"aac", b"aacb", b"aacbb", b"c"]
+
+    def draw() -> HostRow:
+        if random.random() < 0.2:
+            return watched.start(random.choice([b"x", b"[1]"])), (END,)
+        if random.random() < 0.3:
+            return nested.start(random.choice(outputs)), (END,)
+        stops = random.choice([END, SILENT, 5, 6, 97, V - 1], random.integers(0, 4), replace=False)
+        return nested.start(random.choice(outputs)), tuple(sorted(stops.tolist()))
+
+    masks = HostMasks()
+    rows = [draw() for _ in range(3)]
+    for _ in range(60):
+        match random.integers(4):
+            case 0:
+                rows = [row for row in rows if random.random() < 0.7]
+            case 1:
+                rows += [draw() for _ in range(random.integers(3))]
+            case 2:
+                random.shuffle(rows)
+            case _:
+                for matcher, _ in rows:
+                    if not matcher.is_accepting:
+                        matcher.consume(99 if slow_mask(matcher, ())[99] else 98)
+        rows = rows or [draw()]
+        assert [bits(mask).tolist() for mask in masks.fill(rows)] == [slow_mask(*row).tolist() for row in rows]
+
+
+def slow_mask(matcher: Matcher, stop_ids: tuple[int, ...]) -> np.ndarray:
+    mask = np.empty(matcher.num_words, np.uint32)
+    matcher.fill(mask)
+    allowed = bits(mask).copy()
+    allowed[list(matcher.end_ids)] = False
+    allowed[list(stop_ids)] = matcher.is_accepting
+    return allowed
 
 
 def test_a_refused_grammar_says_what_is_wrong() -> None:
@@ -145,7 +189,7 @@ def test_json_is_watched_for(text: str, complete: bool) -> None:
     assert isinstance(grammar, OnHost)
     assert grammar.start(text.encode()).is_accepting == complete
     tokens = [TOKENS.index(b"ab"), *text.encode()]  # whatever the tokens are
-    mask = bits(fill_masks([(grammar.start(tokens), (END,))])[0])
+    mask = bits(HostMasks().fill([(grammar.start(tokens), (END,))])[0])
     assert mask[END] == complete and mask[:END].all()
 
 
