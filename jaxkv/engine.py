@@ -84,9 +84,7 @@ class Engine:
             raise RequestError("structured and suppress_eos_until need a tokenizer, and this model has none")
         if params.structured is None:
             return self._grammars.watch_json()
-        # A token that is to stop the output may be one that the tokenizer would choose: then others must be left.
-        canonical = not params.stop_token_ids
-        return self._grammars.submit(params.structured, params.allowed_token_ids, canonical)
+        return self._grammars.submit(params.structured, params.allowed_token_ids, params.stop_token_ids)
 
     def await_grammar(self, prompt_len: int, params: SamplingParams) -> None:
         """Compiles what `params` ask for and waits for it.

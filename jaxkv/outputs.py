@@ -240,9 +240,14 @@ class OutputBuilder:
                 reason = FinishReason.STOP
         tokenizer = self._tokenizer
         assert tokenizer is not None, "intake refuses structured output without a tokenizer"
+        text = self._children[child].text.text
+        if len(output) < len(token_ids) and not isinstance(stop_reason, str):  # an id that stops may have a text
+            skip = self.request.params.skip_special_tokens
+            stop = Detokenizer(tokenizer, skip_special_tokens=skip, continues=True)
+            text = text.removesuffix(stop.feed(token_ids[-1:]) + stop.flush())
         extra = after_decoding(
             form,
-            self._children[child].text.text,
+            text,
             lambda: tokenizer.decode(output, skip_special_tokens=False),
             f"{self.request.request_id}/{child}",
         )

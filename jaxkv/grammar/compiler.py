@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import threading
 from collections.abc import Callable
@@ -14,13 +15,39 @@ from jaxkv.grammar.compiled import CompiledGrammar, OnDevice, OnHost
 from jaxkv.grammar.errors import TooLarge, UnsupportedSchema
 from jaxkv.grammar.forms import to_automaton
 from jaxkv.grammar.host import HostGrammars, JsonWatch
-from jaxkv.grammar.restrict import restrict
 from jaxkv.grammar.tables import TokenTables, build_tables
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.structured import Form, JsonSchema, ToolCalls, Triggered
 
 CACHE_BYTES = 512 << 20  # of tables kept for requests to come
 NUM_THREADS = 2
+NUM_CHOICES = 8  # of words for which a vocabulary, its trie and its templates are kept: half a second for 128 k tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Which tokens a request lets a grammar write text with: the allowed ones (None: all), but for those that stop."""
+
+    allowed: tuple[int, ...] | None
+    stops: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        parts = ((" of ", self.allowed), (" without ", self.stops or None))
+        ids = ((name, np.unique(np.asarray(ids, np.int64))) for name, ids in parts if ids is not None)
+        return "".join(name + hashlib.sha256(array.tobytes()).hexdigest() for name, array in ids)
+
+    @property
+    def names(self) -> str:
+        """Of the fields, for messages."""
+        return " and ".join(["allowed_token_ids"] * (self.allowed is not None) + ["stop_token_ids"] * bool(self.stops))
+
+    def of(self, vocabulary: TokenVocabulary) -> TokenVocabulary:
+        """What is left of a vocabulary; itself if that is all of it: most ids that stop spell nothing."""
+        usable = np.full(vocabulary.size, self.allowed is None)
+        usable[list(self.allowed or ())] = True
+        usable[list(self.stops)] = False
+        return vocabulary.only(usable)
 
 
 class GrammarCompiler:
@@ -46,6 +73,7 @@ class GrammarCompiler:
         self._vocabularies: dict[bool, TokenVocabulary] = {}
         self._stop_ids: tuple[int, ...] = ()  # of requests that ask for no others
         self._host: HostGrammars | None = None
+        self._choose = functools.lru_cache(NUM_CHOICES)(self._choice)
 
     @property
     def vocabulary(self) -> TokenVocabulary:
@@ -61,6 +89,9 @@ class GrammarCompiler:
                 self._vocabularies[for_tools] = made
             return self._vocabularies[for_tools]
 
+    def _choice(self, words: Words, for_tools: bool) -> TokenVocabulary:
+        return words.of(self._vocabulary(for_tools=for_tools))
+
     def _host_grammars(self) -> HostGrammars:
         with self._making:
             if self._host is None:
@@ -70,24 +101,22 @@ class GrammarCompiler:
             return self._host
 
     def submit(
-        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None, canonical: bool = True
+        self, form: Form, allowed_token_ids: tuple[int, ...] | None = None, stop_token_ids: tuple[int, ...] = ()
     ) -> "concurrent.futures.Future[CompiledGrammar]":
         """A compiled grammar, maybe later; errors are `RequestError`s.
+
+        Text that the grammar forces is only written as the model's tokenizer writes it, see `forced`, unless some tokens
+        must not be used.
 
         Args:
             form: what outputs look like.
             allowed_token_ids: the only tokens to write them with; None is all. They are part of the grammar, so that no
                 output can get stuck between the two.
-            canonical: text that the grammar forces is only written as the model's tokenizer writes it, see `forced`. Not
-                with `allowed_token_ids`.
+            stop_token_ids: tokens not to write them with, because they end an output.
         """
-        key = form.key
-        if allowed_token_ids is not None:
-            ids = np.unique(np.asarray(allowed_token_ids, np.int64))
-            key += f" of {hashlib.sha256(ids.tobytes()).hexdigest()}"
-        canonical = canonical and allowed_token_ids is None
-        key += "" if canonical else " in any spelling"
-        return self._submit(key, lambda: self._compile(key, form, allowed_token_ids, canonical))
+        words = Words(allowed_token_ids, stop_token_ids)
+        key = form.key + words.key
+        return self._submit(key, lambda: self._compile(key, form, words))
 
     def watch_json(self) -> "concurrent.futures.Future[CompiledGrammar]":
         """Free text that may not end before it holds a complete JSON object or array."""
@@ -108,41 +137,45 @@ class GrammarCompiler:
             self._known.move_to_end(key)
         return future
 
-    def _compile(self, key: str, form: Form, allowed: tuple[int, ...] | None, canonical: bool) -> CompiledGrammar:
+    def _compile(self, key: str, form: Form, words: Words) -> CompiledGrammar:
         try:
-            return self._on_device(key, form, allowed, canonical)
+            return self._on_device(key, form, words)
         except (TooLarge, UnsupportedSchema) as error:
             reason = error
         try:
-            return self._on_host(key, form, allowed, reason)
+            return self._on_host(key, form, words, reason)
         except RequestError:
             if not isinstance(form, JsonSchema | ToolCalls | Triggered):
                 raise
             try:  # neither takes it whole: less of it
-                return self._on_device(key, form, allowed, canonical, shallow=True)
+                return self._on_device(key, form, words, shallow=True)
             except RequestError:
                 pass  # the first reason says more
             raise
 
-    def _on_device(
-        self, key: str, form: Form, allowed: tuple[int, ...] | None, canonical: bool, *, shallow: bool = False
-    ) -> OnDevice:
+    def _on_device(self, key: str, form: Form, words: Words, *, shallow: bool = False) -> OnDevice:
         automaton = to_automaton(form, shallow=shallow)
         if automaton.is_empty:
             raise RequestError(f"{form.kind}: no text fulfils it")
-        vocabulary = self._vocabulary(for_tools=isinstance(form, ToolCalls))
-        tables = build_tables(automaton, vocabulary, canonical=canonical)
-        if allowed is not None:
-            tables = restrict(tables, allowed)
+        for_tools = isinstance(form, ToolCalls)
+        vocabulary = self._choose(words, for_tools)
+        try:
+            tables = build_tables(automaton, vocabulary, canonical=True)
+        except TooLarge:
+            raise
+        except RequestError as error:
+            if vocabulary is self._vocabulary(for_tools=for_tools):
+                raise
+            raise RequestError(f"{words.names}: {error}") from error
         if not self._fits(tables):
             raise TooLarge(f"the tables of {tables.nbytes:,} bytes exceed the device's pools")
         self._keep(key, tables.nbytes)
         return OnDevice(key, tables)
 
-    def _on_host(self, key: str, form: Form, allowed: tuple[int, ...] | None, reason: RequestError) -> CompiledGrammar:
-        if allowed is not None:
+    def _on_host(self, key: str, form: Form, words: Words, reason: RequestError) -> CompiledGrammar:
+        if self._choose(words, False) is not self.vocabulary:
             raise RequestError(
-                f"{form.kind} with allowed_token_ids: only grammars that fit the device can be combined with them; {reason}"
+                f"{form.kind} with {words.names}: only grammars that fit the device can be combined with them; {reason}"
             ) from reason
         try:
             return OnHost(key, self._host_grammars().matcher(form))

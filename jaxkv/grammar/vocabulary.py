@@ -57,6 +57,20 @@ class TokenVocabulary:
             parts.update(len(string).to_bytes(4, "little") + string)
         return parts.digest()
 
+    def only(self, usable: np.ndarray) -> "TokenVocabulary":
+        """The vocabulary that has lost all tokens but `usable` bool [V]; how the tokenizer writes a text is void then."""
+        is_text = self.rank_of >= 0
+        if usable[is_text].all():
+            return self
+        left = np.where(is_text & usable, self.rank_of, -1)
+        ranks = np.unique(left[left >= 0])
+        return TokenVocabulary(
+            size=self.size,
+            strings=tuple(self.strings[rank] for rank in ranks),
+            rank_of=np.where(left < 0, -1, np.searchsorted(ranks, left)).astype(np.int32),
+            end_ids=self.end_ids,
+        )
+
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes; empty if grammars never allow it."""
         rank = int(self.rank_of[token_id])

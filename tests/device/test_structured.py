@@ -245,6 +245,29 @@ def test_allowed_token_ids_are_part_of_the_grammar(runner: Runner) -> None:
         client.submit(impossible, refuse=True)
 
 
+def test_a_stop_id_is_never_text_under_a_grammar(runner: Runner) -> None:
+    """It ends the output where that is complete; elsewhere other tokens are found, or it is refused."""
+    client = Client(runner, make_tokenizer())
+    a = make_tokenizer().encode("a")[0]
+    fields = dict(stop_token_ids=(a,), ignore_eos=True, temperature=1.5)
+    asks = [ask(TEXT[:9], max_tokens=9, structured=Regex("(a|b)+[cd]|ab*"), seed=s, **fields) for s in range(6)]
+    for output in client.generate(*asks):
+        completion = only(output)
+        assert re.fullmatch("((a|b)+[cd]|ab*)a", completion.text) and completion.stop_reason == a
+        assert completion.token_ids.index(a) == len(completion.token_ids) - 1
+    number = JsonSchema({"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}, closed=True)
+    for changes in ({}, dict(stop_token_ids=(), ignore_eos=False, skip_special_tokens=False)):
+        (output,) = client.generate(ask(TEXT[:9], max_tokens=30, structured=number, seed=1, **(fields | changes)))
+        completion = only(output)
+        assert completion.error is None and isinstance(completion.parsed["b"], int)
+        assert completion.text.startswith(json.dumps(completion.parsed, separators=(",", ":")))
+        assert completion.text[-1] != "}", "what ended the output is part of its text, not of its value"
+    for form, message in [(Choice(["a"]), "stop_token_ids: no text that the grammar allows"),
+                          (FORMS[5], "grammar with stop_token_ids: only grammars that fit the device")]:  # fmt: skip
+        (output,) = client.generate(ask(TEXT[:9], structured=form, **fields))
+        assert only(output).finish_reason is FinishReason.ERROR and message in (only(output).error or "")
+
+
 def test_whole_within_any_budget(runner: Runner) -> None:
     """From the fewest tokens that are possible on (behaviour: complete within max_tokens); refused below."""
     client = Client(runner, make_tokenizer())

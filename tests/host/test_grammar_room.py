@@ -1,21 +1,14 @@
 """Places of grammars in the device's pools: never two in one, unused ones go first, pinned ones never."""
 
-import dataclasses
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.config import GrammarSizes
-from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import OnDevice
-from jaxkv.grammar.literals import choice
-from jaxkv.grammar.matcher import TokenMatcher
 from jaxkv.grammar.regex import compile_regex
-from jaxkv.grammar.restrict import restrict
 from jaxkv.grammar.room import GrammarRoom, Ranges
-from jaxkv.grammar.tables import TokenTables, build_tables
+from jaxkv.grammar.tables import build_tables
 from jaxkv.grammar.vocabulary import make_vocabulary
 from jaxkv.grammar.windows import address
 from jaxkv.grammar_layout import MASK
@@ -81,39 +74,3 @@ def test_what_can_never_fit_is_said() -> None:
 
 
 # --- grammars for some of the tokens ---------------------------------------------------------------------------------
-
-
-def languages(tables: TokenTables, length: int) -> set[tuple[int, ...]]:
-    """All token sequences of whole texts up to a length, by trying."""
-    found, front = set(), [()]
-    for _ in range(length + 1):
-        following = []
-        for ids in front:
-            matcher = TokenMatcher(tables)
-            assert all(matcher.advance(token) for token in ids)
-            if matcher.is_accepting:
-                found.add(ids)
-            following += [(*ids, token) for token in np.flatnonzero(matcher.mask()).tolist()]
-        front = following
-    return found
-
-
-def test_only_allowed_tokens_and_no_dead_ends() -> None:
-    tables = build_tables(choice(["abc", "abd", "cab", "ca", "b"]), VOCABULARY)
-    allowed = (0, 1, 2, 26)  # a, b, c, ab
-    restricted = restrict(tables, allowed)
-    assert languages(restricted, 4) == {ids for ids in languages(tables, 4) if set(ids) <= {*allowed}}
-    matcher = TokenMatcher(restricted)
-    assert matcher.dist == restricted.min_tokens == 1
-    matcher.advance(26)
-    assert np.flatnonzero(matcher.mask()).tolist() == [2], "ab must become abc: d is not allowed"
-    assert np.flatnonzero(matcher.mask(1)).tolist() == [2]
-
-
-def test_what_cannot_be_written_is_refused() -> None:
-    tables = build_tables(choice(["abc"]), VOCABULARY)
-    with pytest.raises(RequestError, match="no text that the grammar allows can be written with these tokens"):
-        restrict(tables, (0, 1))
-    counted = dataclasses.replace(tables, count=np.zeros(tables.next.shape, np.int16))
-    with pytest.raises(RequestError, match="allowed_token_ids cannot be combined with strings of limited length"):
-        restrict(counted, (0,))
