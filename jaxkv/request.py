@@ -52,7 +52,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # all others are impossible, but the end of a `structured` output
     bad_words: tuple[str, ...] = ()  # texts that must not be generated (matched on output tokens)
     stop: tuple[str, ...] = ()  # texts that end the output; a single str is accepted
-    stop_token_ids: tuple[int, ...] = ()  # ids that end the output
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the output; a `structured` one is written without them
     ignore_eos: bool = False  # the model's own end ids do not stop; `stop_token_ids` still do
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

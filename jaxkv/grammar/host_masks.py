@@ -65,21 +65,28 @@ class _StopCells:
     """
 
     def __init__(self, rows: dict[int, HostRow], num_words: int) -> None:
-        self._matchers = [matcher for matcher, _ in rows.values()]
         allowed: dict[tuple[int, int], int] = {}  # by index among `rows`, cell; bits
         cleared: dict[tuple[int, int], int] = {}
+        own: list[tuple[int, int]] = []  # by index: cell and bit of an end id of the matcher's own
+        self._without: list[tuple[int, Matcher]] = []  # those that have none
         for index, (row, (matcher, stop_ids)) in enumerate(rows.items()):
             for stop in {*matcher.end_ids, *stop_ids}:
                 key = index, row * num_words + stop // 32
                 cleared[key] = cleared.get(key, 0) | 1 << stop % 32
                 allowed[key] = allowed.get(key, 0) | (stop in stop_ids) << stop % 32
+            end = next(iter(matcher.end_ids), None)
+            own.append((0, 0) if end is None else (row * num_words + end // 32, 1 << end % 32))
+            self._without += [(index, matcher)] * (end is None)
         self._index, self._cell = np.array([*cleared], np.intp).reshape(-1, 2).T
         self._kept, self._allowed = ~np.array([*cleared.values()], np.uint32), np.array([*allowed.values()], np.uint32)
+        self._end_cell, self._end_bit = np.array([cell for cell, _ in own]), np.array([b for _, b in own], np.uint32)
 
     def write(self, masks: np.ndarray) -> None:
         """Sets the stop ids' bits in `masks` uint32 [rows, num_words]."""
         words = masks.reshape(-1)
-        may_end = np.array([matcher.is_accepting for matcher in self._matchers])
+        may_end = words[self._end_cell] & self._end_bit != 0  # a fifth of the time that asking the matchers takes
+        for index, matcher in self._without:
+            may_end[index] = matcher.is_accepting
         words[self._cell] = words[self._cell] & self._kept | may_end[self._index] * self._allowed
 
 
