@@ -122,6 +122,15 @@ def test_in_a_small_pool_what_is_kept_stays_and_cost_is_no_worse_than_lru(share:
     assert found["shared"]["retention"] == 1 and found["shared"]["lru"] < 0.96, "strangers come in between"
 
 
+@pytest.mark.parametrize("max_rows", [1, 2])
+@pytest.mark.parametrize("policy", ADAPTIVE, ids=named)
+@pytest.mark.parametrize("name", ["chat", "agents"])
+def test_round_by_round_adaptive_finds_96_percent_of_what_can_be_found(name: str, policy: Policy, max_rows: int):
+    """Clients who think until all others were answered: depth first order is impossible."""
+    row, _, _ = run(TRACES[name](), policy, think=99, max_rows=max_rows)
+    assert row["of_attainable"] >= 0.96
+
+
 @pytest.mark.parametrize("think", [0, 1, 3, 99])
 @pytest.mark.parametrize("name", ["chat", "agents"])
 def test_nobody_finds_more_than_who_knows_the_future(name: str, think: int):
