@@ -4,25 +4,19 @@ import itertools
 
 import pytest
 
-from jaxkv.bench.policies import (
-    POLICIES,
-    ROWS,
-    SHARES,
-    LoggedScheduler,
-    Policy,
-    Replay,
-    bench,
-    check_fits,
-    numbers,
-    replay,
-)
+from jaxkv.api import LLM
+from jaxkv.bench import policies
+from jaxkv.bench.policies import POLICIES, ROWS, SHARES, LoggedScheduler, Policy, Replay
 from jaxkv.bench.run import prefix
 from jaxkv.bench.traces import TRACES, Trace, TraceRequest, chat, workload
 from jaxkv.cli.command import build_parser
 from jaxkv.config import SchedulerConfig
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
+from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
+from jaxkv.scheduler import Scheduler
+from jaxkv.settings import EngineConfig
 from tests.fake_model import make_request
 from tests.fake_runner import CheapRunner
 
@@ -46,9 +40,9 @@ def run(
         asked = make_request(str(next(ids)), request.prompt, max_tokens=request.output_len, marks=marks)
         return engine.add(asked, None)
 
-    done = replay(trace, scheduler, ask, engine.step, think)
+    done = policies.replay(trace, scheduler, ask, engine.step, think)
     limits = dict(page_size=SIZE, num_pages=config.num_pages - 1, max_rows=max_rows, think=think)
-    return numbers(trace, done, **limits), scheduler, done
+    return policies.numbers(trace, done, **limits), scheduler, done
 
 
 def named(policy: Policy) -> str:
@@ -134,8 +128,8 @@ def test_round_by_round_adaptive_finds_96_percent_of_what_can_be_found(name: str
 @pytest.mark.parametrize("think", [0, 1, 3, 99])
 @pytest.mark.parametrize("name", ["chat", "agents"])
 def test_nobody_finds_more_than_who_knows_the_future(name: str, think: int):
-    policies = [policy for policy in SMALL if policy.name in ("lru", "adaptive")]
-    for policy, max_rows in itertools.product(policies, [1, 3]):
+    tried = [policy for policy in SMALL if policy.name in ("lru", "adaptive")]
+    for policy, max_rows in itertools.product(tried, [1, 3]):
         row, _, _ = run(TRACES[name](), policy, think=think, max_rows=max_rows)
         assert row["of_eviction"] <= 1 and row["of_optimum"] <= row["of_attainable"] <= 1, (policy, max_rows)
 
@@ -163,16 +157,31 @@ def test_13_a_conversation_that_goes_on_and_on_does_not_starve_the_others(max_ro
     assert max(overtaken) == max_bypass and len(order) == len(trace.requests)
 
 
+def test_every_policy_borrows_the_pool_of_the_engine_that_is_there():
+    trace = TRACES["shared"]()
+    config = SchedulerConfig(max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=200)
+    engine = Engine(Scheduler(config), CheapRunner(4, 1), None, overlap=True)  # type: ignore[arg-type]
+    llm = LLM("fake", engine, Intake(vocab_size=30_000, eos_ids=()), EngineConfig())
+    rows = {
+        (row["policy"], row["pool"]): row for row in (policies.run_policy(llm, trace, policy, 1) for policy in POLICIES)
+    }
+    assert llm._engine is engine and engine.stats().num_prompt_tokens == 0
+    assert len(rows) == len(POLICIES) and {pool for _, pool in rows} == {"all", "1/2", "1/4"}
+    assert rows["off", "all"]["of_optimum"] == 0 and rows["roomy", "all"]["of_optimum"] == 1
+    assert rows["retention", "1/4"]["of_optimum"] == 1 > rows["lru", "1/4"]["of_optimum"]
+    assert rows["lru", "1/4"]["pages"] == ROWS * trace.most_pages(SIZE) < rows["lru", "1/2"]["pages"]
+
+
 def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
     trace = TRACES["shared"]()
     longest = trace.most_pages(SIZE)
     fits = dict(page_size=SIZE, max_len=longest * SIZE, num_pages=trace.num_pages(SIZE) + ROWS * longest)
-    check_fits(trace, **fits)
+    policies.check_fits(trace, **fits)
     for field in ("max_len", "num_pages"):
         with pytest.raises(
             ConfigError, match=rf"'shared' needs max_len={fits['max_len']} and num_pages={fits['num_pages']}"
         ):
-            check_fits(trace, **fits | {field: fits[field] - 1})
+            policies.check_fits(trace, **fits | {field: fits[field] - 1})
 
 
 @pytest.mark.parametrize(
@@ -187,7 +196,7 @@ def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
 def test_flags_that_replays_do_not_heed_are_refused(flags: list[str], message: str):
     args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all", *flags])
     with pytest.raises(ConfigError, match=message):
-        bench(args, lambda: pytest.fail("loads for nothing"))
+        policies.bench(args, lambda: pytest.fail("loads for nothing"))
 
 
 def test_the_command_of_the_readme_gets_as_far_as_loading():
@@ -199,7 +208,7 @@ def test_the_command_of_the_readme_gets_as_far_as_loading():
 
     args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all"])
     with pytest.raises(LoadsError):
-        bench(args, load)  # type: ignore[arg-type]
+        policies.bench(args, load)  # type: ignore[arg-type]
 
 
 def test_thinking_without_traces_is_refused():

@@ -179,12 +179,12 @@ def bench(args: argparse.Namespace, load: Callable[[], LLM]) -> dict[str, Any]:
             "prompt_tokens": trace.num_prompt_tokens,
             "optimum_hit_rate": round(trace.best_hits(size) / trace.num_prompt_tokens, 4),
             "all_pages": trace.num_pages(size),
-            "policies": [_run(llm, trace, policy, args.think or 0) for policy in POLICIES],
+            "policies": [run_policy(llm, trace, policy, args.think or 0) for policy in POLICIES],
         }
     return result
 
 
-def _run(llm: LLM, trace: Trace, policy: Policy, think: int) -> dict[str, Any]:
+def run_policy(llm: LLM, trace: Trace, policy: Policy, think: int) -> dict[str, Any]:
     """One pass with a scheduler of its own on the same device pool, of which it uses what it may."""
     engine, config = llm._engine, llm._engine.scheduler.config
     num_pages = policy.pool(trace, llm.page_size, llm.num_pages)
@@ -215,7 +215,7 @@ def _run(llm: LLM, trace: Trace, policy: Policy, think: int) -> dict[str, Any]:
             "pages": num_pages,
             **numbers(trace, done, page_size=llm.page_size, num_pages=num_pages, max_rows=max_rows, think=think),
             "total_s": round(total_s, 3),
-            "retained_evictions": llm.stats().num_retained_evictions,
+            "retained_evictions": scheduler.stats().num_retained_evictions,
         }
     finally:
         llm._engine = engine
