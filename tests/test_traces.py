@@ -157,11 +157,17 @@ def test_13_a_conversation_that_goes_on_and_on_does_not_starve_the_others(max_ro
     assert max(overtaken) == max_bypass and len(order) == len(trace.requests)
 
 
+def cheap_llm(**changes) -> LLM:
+    sizes = dict(max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=200)
+    scheduler = Scheduler(SchedulerConfig(**{**sizes, **changes}))
+    engine = Engine(scheduler, CheapRunner(4, 1), None, overlap=True)  # type: ignore[arg-type]
+    return LLM("fake", engine, Intake(vocab_size=30_000, eos_ids=()), EngineConfig())
+
+
 def test_every_policy_borrows_the_pool_of_the_engine_that_is_there():
     trace = TRACES["shared"]()
-    config = SchedulerConfig(max_len=512, max_rows=4, page_size=SIZE, token_budget=256, num_pages=200)
-    engine = Engine(Scheduler(config), CheapRunner(4, 1), None, overlap=True)  # type: ignore[arg-type]
-    llm = LLM("fake", engine, Intake(vocab_size=30_000, eos_ids=()), EngineConfig())
+    llm = cheap_llm()
+    engine = llm._engine
     rows = {
         (row["policy"], row["pool"]): row for row in (policies.run_policy(llm, trace, policy, 1) for policy in POLICIES)
     }
@@ -170,6 +176,14 @@ def test_every_policy_borrows_the_pool_of_the_engine_that_is_there():
     assert rows["off", "all"]["of_optimum"] == 0 and rows["roomy", "all"]["of_optimum"] == 1
     assert rows["retention", "1/4"]["of_optimum"] == 1 > rows["lru", "1/4"]["of_optimum"]
     assert rows["lru", "1/4"]["pages"] == ROWS * trace.most_pages(SIZE) < rows["lru", "1/2"]["pages"]
+
+
+def test_where_nothing_can_be_found_nothing_is_said_about_the_share():
+    trace = TRACES["chat"]()
+    limits = dict(page_size=256, num_pages=99, max_rows=1, think=0)
+    _, _, done = run(trace, POLICIES[0])
+    row = policies.numbers(trace, done, **limits)
+    assert trace.best_hits(256) == 0 and row["of_optimum"] is row["of_attainable"] is row["of_eviction"] is None
 
 
 def test_what_an_engine_must_hold_is_said_in_tokens_and_pages():
@@ -197,6 +211,12 @@ def test_flags_that_replays_do_not_heed_are_refused(flags: list[str], message: s
     args = build_parser().parse_args(["bench", "prefix", "-m", "smollm2", "--trace", "all", *flags])
     with pytest.raises(ConfigError, match=message):
         policies.bench(args, lambda: pytest.fail("loads for nothing"))
+
+
+def test_models_with_windows_are_refused():
+    args = build_parser().parse_args(["bench", "prefix", "-m", "fake", "--trace", "all"])
+    with pytest.raises(ConfigError, match="fake: its pages hold K/V of some layers only"):
+        policies.bench(args, lambda: cheap_llm(windows=(None, 64)))
 
 
 def test_the_command_of_the_readme_gets_as_far_as_loading():

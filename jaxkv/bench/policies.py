@@ -232,12 +232,17 @@ def numbers(
     ttfts = [output.metrics.ttft_s or 0.0 for output in done.outputs if output.metrics is not None]
     return {
         "hit_rate": round(saved / trace.num_prompt_tokens, 4),
-        "of_optimum": round(saved / best, 4),
-        "of_attainable": round(saved / attainable, 4),
-        "of_eviction": round(saved / as_served, 4),
-        "attainable_of_optimum": round(attainable / best, 4),
+        "of_optimum": _share(saved, best),
+        "of_attainable": _share(saved, attainable),
+        "of_eviction": _share(saved, as_served),
+        "attainable_of_optimum": _share(attainable, best),
         "saved_tokens": saved,
         "written_tokens": sum(output.cache_written_tokens for output in done.outputs),
         "uncached_tokens": sum(output.uncached_tokens for output in done.outputs),
         "ttft_s": round(sum(ttfts) / len(ttfts), 4),
     }
+
+
+def _share(tokens: int, of_tokens: int) -> float | None:
+    """None where there is nothing to find: pages may be longer than all that prompts share."""
+    return round(tokens / of_tokens, 4) if of_tokens else None
