@@ -1,31 +1,62 @@
 """`adaptive`: gives up the newest pages or the cheapest ones, whichever would have found more lately.
 
 Where more prefixes take turns than the pool holds (conversations, branches of a tree of agents), `lru` and `cost` lose
-each one right before it comes again. There it is best to keep what is there and to give up what was used last: a part
-of the prefixes is then found every time. Where users come and go for good that would be wrong. Which of the two this is
-shows in two *shadows*: caches without content, as large as the pool, one for each way; the pages go the way whose shadow
-had more hits of late. (Choosing among policies by caches that are only simulated: Gramacy et al., "Adaptive caching by
-refetching", NIPS 2002.)
+each one right before it comes again. There it is best to keep what is there and to give up what was used last (but for
+the few pages used just now): a part of the prefixes is then found every time. Where users come and go for good that would
+be wrong. Which of the two this is shows in two *shadows*: caches without content, as large as the pool, one for each way;
+the pages go the way whose shadow had more hits of late. (Choosing among policies by caches that are only simulated:
+Gramacy et al., "Adaptive caching by refetching", NIPS 2002.)
 """
 
+import collections
 import itertools
 
 from jaxkv.eviction import CostOrder, EvictionOrder, LruOrder
 
+YOUNG = 8  # one page of so many in the pool is young, see `NewestOrder`
 _MEMORY = 4  # hits count for about as many page uses as four pools hold
 
 
 class NewestOrder(CostOrder):
-    """The page used last goes first, but the tail of a prefix before its head."""
+    """The page used last goes first, but the tail of a prefix before its head; pages just used only when no others are left.
 
-    def __init__(self, page_size: int) -> None:
+    A conversation's next turn often comes soon or never, so what was used within the last eighth of a pool is *young*.
+
+    Args:
+        page_size: tokens a page holds.
+        num_pages: pages of the pool.
+    """
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
         super().__init__(page_size, attention_len=1)
         self._num_added = 0
+        self._num_young = num_pages // YOUNG
+        self._young: collections.OrderedDict[int, None] = collections.OrderedDict()  # oldest first; not in the heap
 
     def add(self, page: int) -> None:
         self._num_added += 1
         self._worth[page] = -float(self._num_added)
-        self._push(page)
+        self._young[page] = None
+        self._grow_up(self._num_young)
+
+    def remove(self, page: int) -> bool:
+        if page not in self._young:
+            return super().remove(page)
+        del self._young[page], self._worth[page]
+        return True
+
+    def pop(self) -> int:
+        if len(self._young) == len(self):
+            self._grow_up(0)
+        return super().pop()
+
+    def _grow_up(self, num_young: int) -> None:
+        while len(self._young) > num_young:
+            self._push(self._young.popitem(last=False)[0])
+
+    def _push_again(self, key: bytes) -> None:
+        if self._page_of.get(key) not in self._young:
+            super()._push_again(key)
 
 
 class _Shadow:
@@ -68,8 +99,8 @@ class AdaptiveOrder:
     """
 
     def __init__(self, page_size: int, attention_len: int, num_pages: int) -> None:
-        self._newest, self._cost = NewestOrder(page_size), CostOrder(page_size, attention_len)
-        self._if_newest = _Shadow(NewestOrder(page_size), num_pages)
+        self._newest, self._cost = NewestOrder(page_size, num_pages), CostOrder(page_size, attention_len)
+        self._if_newest = _Shadow(NewestOrder(page_size, num_pages), num_pages)
         self._if_cost = _Shadow(CostOrder(page_size, attention_len), num_pages)
         self._place: dict[int, tuple[bytes, bytes, int]] = {}  # page -> its key, its parent's, its index
 

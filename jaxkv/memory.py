@@ -6,7 +6,7 @@ All pages of a sequence's known tokens are taken at once when it gets a row, so 
 finished; only decode rows ask for more. There is one way out, `release`, and calling it twice is harmless.
 
 Groups of layers that see a window only get as many pages as they have at once, and give one back for each that they ask
-for. The keys of other groups' pages are those of the first one's with the group's number after them.
+for.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxkv.adaptive_eviction import make_order
 from jaxkv.config import SchedulerConfig
+from jaxkv.group_cache import GroupCache
 from jaxkv.pages import NULL_PAGE, PageAllocator, PageCounts
 from jaxkv.plan import PageAt
-from jaxkv.prefix_cache import PrefixCache
 from jaxkv.sequence import Sequence
 from jaxkv.shelf import Shelf
 from jaxkv.tiers import PageTiers
@@ -67,7 +67,7 @@ class Memory:
         order = make_order(config.eviction, config.page_size, config.attention_len, config.num_pages - 1)
         self._shelf = Shelf(order, max_held=int((config.num_pages - 1) * MAX_HELD_SHARE))
         self._allocator = PageAllocator(config.num_pages, self._shelf)
-        self._cache = PrefixCache(self._allocator, config.page_size, namespace) if config.prefix_cache else None
+        self._cache = GroupCache(self._allocator, config.paging, namespace) if config.prefix_cache else None
         if self._cache is not None and config.tiers.is_on:
             self._cache.on_lost = self._demote
 
@@ -131,7 +131,7 @@ class Memory:
             return Reuse([[] for _ in self._windows], 0)
         self._cache.extend_keys(seq.page_keys, seq.tokens[: seq.num_tokens], seq.request.cache_salt)
         keys = seq.page_keys[: seq.max_reused // size]
-        tables = self._match(keys)
+        tables = self._cache.match_tables(keys)
         num_known = len(tables[0])
         lower = tuple(self._tiers.run(keys[num_known:]))
         num = num_known + len(lower)
@@ -148,34 +148,6 @@ class Memory:
         tables = [[NULL_PAGE] * left + pages[left:num_full] for left, pages in zip(lefts, parent.tables, strict=True)]
         copy_from = tuple(pages[num_full] for pages in parent.tables) if num_partial else ()
         return Reuse(tables, num_tokens, copy_from=copy_from, may_publish=parent.may_publish)
-
-    def _match(self, keys: Ordered[bytes]) -> list[list[int]]:
-        """Of each group, pages of the longest prefix of `keys` of which every group has what the next token sees."""
-        assert self._cache is not None
-        num = len(keys)
-        for group, window in enumerate(self._windows):
-            if window is None:
-                num = len(self._cache.match(_of_group(keys[:num], group)))
-        num = self._shorten(keys, num)
-        lefts = [self._paging.num_left(num * self._page_size, window) for window in self._windows]
-        return [
-            [NULL_PAGE] * left + self._cache.match(_of_group(keys[left:num], group)) for group, left in enumerate(lefts)
-        ]
-
-    def _shorten(self, keys: Ordered[bytes], num: int) -> int:
-        """The most pages, up to `num`, from whose end every page that is seen through a window is there."""
-        while (shorter := min(self._first_gap(keys, num, group) for group in range(len(self._windows)))) < num:
-            num = shorter  # what is missing is seen from the end of every prefix that it is part of
-        return num
-
-    def _first_gap(self, keys: Ordered[bytes], num: int, group: int) -> int:
-        """The first page that is missing of those that a token after `num` pages sees through a group's window, or `num`."""
-        assert self._cache is not None
-        window = self._windows[group]
-        if window is None:
-            return num
-        left = self._paging.num_left(num * self._page_size, window)
-        return left + len(self._cache.match(_of_group(keys[left:num], group)))
 
     def try_attach(self, seq: Sequence, reuse: Reuse, keep_free: int) -> bool:
         """Gives a sequence the pages of its known tokens, if `keep_free` pages are left after that."""
@@ -246,9 +218,7 @@ class Memory:
             return
         self._cache.extend_keys(seq.page_keys, seq.tokens[: num_full * self._page_size], seq.request.cache_salt)
         keys = seq.page_keys[:num_full]
-        new = self._cache.publish(keys, seq.tables[0], seq.num_published)
-        for group, pages in enumerate(seq.tables[1:], 1):
-            self._cache.publish(_of_group(keys, group), pages, seq.num_published)
+        new = self._cache.publish_tables(keys, seq.tables, seq.num_published)
         seq.note_published(new, num_full, self._page_size)
         if self._tiers.is_on:
             for index in new:
@@ -277,20 +247,20 @@ class Memory:
         return keys
 
     def hold(self, keys: Ordered[bytes]) -> None:
-        """As `PrefixCache.hold`."""
+        """As `GroupCache.hold_seen`."""
         if self._cache is not None:
-            self._cache.hold(self._seen_after(keys))
+            self._cache.hold_seen(keys)
 
     def let_go(self, keys: Ordered[bytes]) -> None:
-        """As `PrefixCache.let_go`."""
+        """As `GroupCache.let_go_seen`."""
         if self._cache is not None:
-            self._cache.let_go(self._seen_after(keys))
+            self._cache.let_go_seen(keys)
 
     def look_up(self, keys: Ordered[bytes]) -> tuple[int, int]:
         """How many leading pages are there or below, and how many of these several sessions hold."""
         if self._cache is None:
             return 0, 0
-        num_known = len(self._match(keys)[0])
+        num_known = len(self._cache.match_tables(keys)[0])
         num_known += len(self._tiers.run(keys[num_known:]))
         return num_known, self._cache.num_shared(keys[:num_known])
 
@@ -323,17 +293,7 @@ class Memory:
             return
         for mark in seq.request.marks:
             keys = seq.page_keys[: mark.num_tokens // self._page_size]
-            self._cache.retain(self._seen_after(keys, start, end), mark.ttl_s)
-
-    def _seen_after(self, keys: Ordered[bytes], start: int = 0, end: int | None = None) -> list[bytes]:
-        """Keys of the pages, of all groups, that a token after these pages sees; of those in `[start, end)`."""
-        return [
-            key
-            for group, window in enumerate(self._windows)
-            for key in _of_group(
-                keys[max(start, self._paging.num_left(len(keys) * self._page_size, window)) : end], group
-            )
-        ]
+            self._cache.retain_seen(keys, mark.ttl_s, start, end)
 
     def clear_cache(self, namespace: bytes | None = None) -> None:
         """Forgets every cached page (new weights)."""
@@ -349,8 +309,3 @@ class Memory:
                 assert all((page == NULL_PAGE) == (i < num_left) for i, page in enumerate(pages)), seq
         if self._cache is not None:
             self._cache.check()
-
-
-def _of_group(keys: Ordered[bytes], group: int) -> Ordered[bytes]:
-    """Keys of pages of a group of layers, from those of the first one's."""
-    return [key + group.to_bytes(2, "little") for key in keys] if group else keys

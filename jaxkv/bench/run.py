@@ -12,6 +12,7 @@ from jaxkv.bench.conditions import conditions, peak_rss_bytes
 from jaxkv.bench.long_prefix import time_long_prefix
 from jaxkv.bench.measure import Timing, time_workload
 from jaxkv.bench.workloads import Workload
+from jaxkv.errors import ConfigError
 
 Load = Mapping[str, Any]  # keyword arguments of `LLM.load`, with the model under "model"
 
@@ -42,6 +43,8 @@ def prefix(args: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Off, from cold, and warm: seconds until all requests are done. With `args.trace`, policies on traces instead."""
     if args.trace:
         return policies.bench(args, lambda: _load(load, prefix_cache=True))
+    if args.think is not None:
+        raise ConfigError(f"--think {args.think}: only the clients of traces think; add --trace all or leave it out")
     workload = workloads.shared_prefix(args.num_requests, args.shared_len, args.own_len, args.output_len)
     llm = _load(load, prefix_cache=False)
     off = _median(time_workload(llm, workload) for _ in range(args.repeats))

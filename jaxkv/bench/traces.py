@@ -1,18 +1,18 @@
 """Traces: who asks what after what, as plain data, for prefix caches.
 
     shared     one system prompt; between its users come others, who share nothing
-    chat       conversations that take turns; each turn's prompt is all that was said before
-    agents     a tree: an agent hands its context to sub-agents, and these to theirs
+    chat       conversations; each turn's prompt is all that was said before
+    agents     a tree: an agent hands its context to one sub-agent after another
     few-shot   an evaluation: each task has its examples in front of every question; questions of all tasks come mixed
 
-A trace is a sequence of rounds: the requests of one come together, the next one begins when all are answered. Answers
-are written into the traces, so that prompts depend on the seed only, not on what a model says. What `keep` marks are
-the breakpoints a careful caller would set.
+A request names those that must be answered before it comes: a turn the turn before, a sub-agent the one before it, a user
+of the system prompt all who were there before. `arrivals` plays that. Answers are written into the traces, so that prompts
+depend on the seed only, not on what a model says. What `keep` marks are the breakpoints a careful caller would set.
 """
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxkv.bench.workloads import Workload, random_ids
 
@@ -24,19 +24,15 @@ class TraceRequest:
     prompt: tuple[int, ...]  # token ids
     output_len: int = 4  # tokens to generate
     keep: tuple[int, ...] = ()  # breakpoints, in tokens
+    after: tuple[int, ...] = ()  # earlier requests of the trace, by index, that are answered before it comes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Requests by round."""
+    """Requests, none before those that it follows."""
 
     name: str
-    rounds: tuple[tuple[TraceRequest, ...], ...]
-
-    @property
-    def requests(self) -> Iterator[TraceRequest]:
-        """All of them, in order."""
-        return (request for each in self.rounds for request in each)
+    requests: tuple[TraceRequest, ...]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,7 +59,7 @@ class Trace:
         return len({prompt[:end] for prompt in prompts for end in range(page_size, len(prompt) + 1, page_size)})
 
     def most_pages(self, page_size: int) -> int:
-        """Pages of the longest request."""
+        """Pages of the longest request, prompt and output."""
         return max(-(-(len(request.prompt) + request.output_len) // page_size) for request in self.requests)
 
 
@@ -77,56 +73,64 @@ def shared(
     others: int = 8,
     other: int = 96,
 ) -> Trace:
-    """Lengths in tokens; `users` come together, `visits` times, with `others` in rounds of four in between."""
+    """Lengths in tokens; `users` come together, `visits` times, with `others` by fours in between."""
     rng = random.Random(seed)
     head = random_ids(rng, system)
-    rounds = []
+    requests: list[TraceRequest] = []
+    before: tuple[int, ...] = ()
+
+    def come(prompts: list[tuple[int, ...]], keep: tuple[int, ...] = ()) -> None:
+        nonlocal before
+        start = len(requests)
+        requests.extend(TraceRequest(prompt=prompt, keep=keep, after=before) for prompt in prompts)
+        before = tuple(range(start, len(requests)))
+
     for _ in range(visits):
-        rounds += [
-            [TraceRequest(prompt=random_ids(rng, other)) for _ in range(4)] for _ in range(others // 4) if rounds
-        ]
-        rounds.append([TraceRequest(prompt=head + random_ids(rng, own), keep=(system,)) for _ in range(users)])
-    return _trace("shared", rounds)
+        for _ in range(others // 4 if requests else 0):
+            come([random_ids(rng, other) for _ in range(4)])
+        come([head + random_ids(rng, own) for _ in range(users)], keep=(system,))
+    return Trace(name="shared", requests=tuple(requests))
 
 
 def chat(
-    seed: int = 2, *, system: int = 48, conversations: int = 4, turns: int = 4, user: int = 32, answer: int = 32
+    seed: int = 2, *, system: int = 48, conversations: int = 6, turns: int = 4, user: int = 32, answer: int = 32
 ) -> Trace:
-    """Lengths in tokens; each round is one turn of two conversations."""
+    """Lengths in tokens; turn by turn, all conversations in each."""
     rng = random.Random(seed)
     said = [random_ids(rng, system)] * conversations
-    rounds = []
-    for _ in range(turns):
-        for first in range(0, conversations, 2):
-            asked = []
-            for number in range(first, min(first + 2, conversations)):
-                prompt = said[number] + random_ids(rng, user)
-                asked.append(TraceRequest(prompt=prompt, keep=(system, len(prompt))))
-                said[number] = prompt + random_ids(rng, answer)
-            rounds.append(asked)
-    return _trace("chat", rounds)
+    requests: list[TraceRequest] = []
+    for turn in range(turns):
+        for number in range(conversations):
+            prompt = said[number] + random_ids(rng, user)
+            after = (len(requests) - conversations,) if turn else ()
+            requests.append(TraceRequest(prompt=prompt, keep=(system, len(prompt)), after=after))
+            said[number] = prompt + random_ids(rng, answer)
+    return Trace(name="chat", requests=tuple(requests))
 
 
-def agents(seed: int = 3, *, root: int = 128, middle: int = 64, leaf: int = 48, width: int = 3) -> Trace:
-    """Tokens that each level adds; `width` sub-agents of each, the sub-agents of all take turns."""
+def agents(seed: int = 3, *, root: int = 128, middle: int = 64, leaf: int = 48, width: int = 4) -> Trace:
+    """Tokens that each level adds; `width` agents, and `width` sub-agents of each, one after the other."""
     rng = random.Random(seed)
     head = random_ids(rng, root)
     contexts = [head + random_ids(rng, middle) for _ in range(width)]
-    rounds = [[TraceRequest(prompt=context, keep=(root, root + middle)) for context in contexts]]
+    keep = (root, root + middle)
+    requests = [TraceRequest(prompt=context, keep=keep) for context in contexts]
     for _ in range(width):
-        leaves = [context + random_ids(rng, leaf) for context in contexts]
-        rounds.append([TraceRequest(prompt=prompt, keep=(root, root + middle)) for prompt in leaves])
-    return _trace("agents", rounds)
+        requests += [
+            TraceRequest(prompt=context + random_ids(rng, leaf), keep=keep, after=(len(requests) - width + agent,))
+            for agent, context in enumerate(contexts)
+        ]
+    return Trace(name="agents", requests=tuple(requests))
 
 
-def few_shot(seed: int = 4, *, tasks: int = 3, examples: int = 192, questions: int = 6, own: int = 16) -> Trace:
+def few_shot(seed: int = 4, *, tasks: int = 4, examples: int = 192, questions: int = 6, own: int = 16) -> Trace:
     """Lengths in tokens; all come at once, the tasks mixed."""
     rng = random.Random(seed)
     heads = [random_ids(rng, examples) for _ in range(tasks)]
-    asked = [
+    requests = [
         TraceRequest(prompt=head + random_ids(rng, own), keep=(examples,)) for _ in range(questions) for head in heads
     ]
-    return _trace("few-shot", [asked])
+    return Trace(name="few-shot", requests=tuple(requests))
 
 
 def workload(traces: list[Trace]) -> Workload:
@@ -137,10 +141,6 @@ def workload(traces: list[Trace]) -> Workload:
         prompts=tuple(request.prompt for request in requests),
         output_lens=tuple(request.output_len for request in requests),
     )
-
-
-def _trace(name: str, rounds: list[list[TraceRequest]]) -> Trace:
-    return Trace(name=name, rounds=tuple(tuple(each) for each in rounds if each))
 
 
 TRACES: dict[str, Callable[[], Trace]] = {"shared": shared, "chat": chat, "agents": agents, "few-shot": few_shot}

@@ -114,7 +114,11 @@ def _add_benchmark(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
     if benchmark.name == "prefix":
         parser.add_argument(
             "--trace", action="append", choices=("shared", "chat", "agents", "few-shot", "all"), default=[],
-            help="replay this trace under every eviction policy instead, also in a pool too small for it; repeatable",
+            help="replay this trace under every eviction policy instead, also in pools too small for it; repeatable",
+        )  # fmt: skip
+        parser.add_argument(
+            "--think", type=_at_least_zero, metavar="N",
+            help="with --trace: a client sends on N answers to others after its own (default: 0, at once)",
         )  # fmt: skip
         parser.add_argument(
             "--long-len", action=_Remember, type=_at_least_one, metavar="N",
@@ -138,9 +142,17 @@ class _Remember(argparse.Action):
 
 
 def _at_least_one(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _at_least_zero(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be >= 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be >= {least}")
     return value
 
 

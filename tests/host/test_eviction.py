@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.adaptive_eviction import AdaptiveOrder, make_order
+from jaxkv.adaptive_eviction import YOUNG, AdaptiveOrder, NewestOrder, make_order
 from jaxkv.eviction import CostOrder, EvictionOrder, LruOrder
 from jaxkv.shelf import Shelf
 
@@ -147,6 +147,17 @@ def test_adaptive_keeps_a_part_of_what_takes_turns_where_lru_finds_nothing():
         found[name] = sum(pool.ask(b"%d" % (turn % 5), 8) for turn in range(100))
     assert found["lru"] == found["cost"] == 0
     assert found["adaptive"] >= 0.7 * 95 * 8, "24 of 40 pages can stay while another 8 are in use"
+
+
+def test_of_the_newest_those_just_used_stay_while_there_are_others():
+    order = NewestOrder(SIZE, num_pages=4 * YOUNG)
+    for page in range(1, 11):
+        grow(order, page, 1, b"%d" % page)
+        order.add(page)
+    assert lose(order, 4) == [6, 5, 4, 3], "four are young"
+    assert order.remove(8) and not order.remove(8)
+    order.add(8)
+    assert lose(order, 5) == [2, 1, 8, 10, 9], "then the newest of them"
 
 
 def test_adaptive_notices_when_others_come_and_those_who_were_there_do_not_come_back():

@@ -5,7 +5,7 @@ import hypothesis.stateful
 import hypothesis.strategies as st
 import pytest
 
-from jaxkv.adaptive_eviction import AdaptiveOrder, make_order
+from jaxkv.adaptive_eviction import YOUNG, AdaptiveOrder, make_order
 from jaxkv.pages import NULL_PAGE, PageAllocator, PageCounts
 from jaxkv.shelf import Shelf
 
@@ -118,7 +118,7 @@ def test_a_forgotten_page_is_handed_out_first_and_not_evicted_again():
 class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
     """Random operations with keys, kept pages and time; the model is dictionaries, and `min` over them."""
 
-    @hypothesis.stateful.initialize(num_pages=st.integers(2, 12), policy=st.sampled_from(["lru", "cost", "adaptive"]))
+    @hypothesis.stateful.initialize(num_pages=st.integers(2, 20), policy=st.sampled_from(["lru", "cost", "adaptive"]))
     def start(self, num_pages: int, policy: str) -> None:
         self.policy = policy
         self.allocator = PageAllocator(num_pages, Shelf(make_order(policy, SIZE, ATTENTION_LEN, num_pages)))
@@ -131,6 +131,7 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
         self.ttl_s: dict[int, float] = {}
         self.shelf: dict[int, tuple[float, float | None]] = {}  # -> worth when it came (or age), deadline
         self.ages: dict[int, int] = {}
+        self.young: list[int] = []  # of the adaptive order, oldest first
         self.now_s = self.level = 0.0
         self.num_events = self.num_lost = 0
 
@@ -142,6 +143,9 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
         if self.policy != "lru" and deadline is None:
             worth = self.level + SIZE * (1 + (self.keys[page][2] + 0.5) * SIZE / ATTENTION_LEN)
         self.shelf[page], self.ages[page] = (worth, deadline), self.num_events
+        if deadline is None:
+            self.young.append(page)
+            del self.young[: -(self.allocator.num_pages // YOUNG) or len(self.young)]
 
     def next_to_lose(self) -> list[int]:
         """Pages that may go now: several where only the order of their becoming leaves decides."""
@@ -152,6 +156,8 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
             return [min(plain, key=self.ages.__getitem__)]
         parents = {parent for _, parent, _ in self.keys.values()}
         newest = self.gives_up_newest()
+        if newest:
+            plain = [page for page in plain if page not in self.young] or plain
         rank = {
             page: (self.keys[page][0] in parents, -self.ages[page] if newest else self.shelf[page][0]) for page in plain
         }
@@ -165,6 +171,10 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
     def lose(self, page: int) -> None:
         assert page in self.next_to_lose()
         worth, deadline = self.shelf.pop(page)
+        if page in self.young and self.gives_up_newest():
+            self.young.clear()  # no others were left
+        elif page in self.young:
+            self.young.remove(page)
         self.num_lost += deadline is not None
         if deadline is None and not self.gives_up_newest():
             self.level = max(self.level, worth)
@@ -213,6 +223,8 @@ class AllocatorMachine(hypothesis.stateful.RuleBasedStateMachine):
             self.held.append(pages)
 
     def take_off(self, page: int) -> bool:
+        if page in self.young:
+            self.young.remove(page)
         return self.shelf.pop(page, None) is not None
 
     @hypothesis.stateful.rule(data=st.data())

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.config import SchedulerConfig, TierConfig
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.memory import _of_group
+from jaxkv.group_cache import of_group
 from jaxkv.paging import Paging
 from jaxkv.scheduler import Scheduler
 from jaxkv.sequence import Sequence
@@ -78,7 +78,7 @@ def test_a_prefix_is_reused_as_far_as_every_group_has_what_is_seen() -> None:
 
     assert num_reused("all") == 32
     # A token at 32 sees keys from 27 on, in pages 6 and 7; without page 6 it is 24, where pages 4 and 5 are seen.
-    memory._allocator.forget(page := cache._page_of[_of_group(keys, 1)[6]])
+    memory._allocator.forget(page := cache._page_of[of_group(keys, 1)[6]])
     cache.evict(page)
     assert memory.find_reuse(Sequence(make_request("b", prompt), 0, (0, 0), 64, watched=False), None).num_tokens == 24
     assert num_reused("less") == 24
