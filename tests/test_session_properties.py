@@ -166,7 +166,7 @@ TestSessions = SessionMachine.TestCase
 TestSessions.settings = hypothesis.settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestSessionsForLong(SessionMachine.TestCase):
     """A hundred thousand operations."""
 

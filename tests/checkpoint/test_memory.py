@@ -17,6 +17,16 @@ from jaxkv.convert import convert
 from tests.checkpoint.tools import BF16, hf_config, random_tensors, write_hf
 
 pytestmark = pytest.mark.slow
+WAYS = [(dtype, mode) for mode in ("per_layer", "stacked", "convert") for dtype in ("bfloat16", "float32")]
+
+
+def ways(*usual: tuple[str, str], modes: tuple[str, ...] = ("per_layer", "stacked")) -> pytest.MarkDecorator:
+    """Every dtype in every mode; those that are not `usual` on demand."""
+    cases = [way for way in WAYS if way[1] in modes]
+    assert {*usual} < {*cases}
+    marks = {way: () if way in usual else pytest.mark.exhaustive for way in cases}
+    return pytest.mark.parametrize(("dtype", "mode"), [pytest.param(*way, marks=marks[way]) for way in cases])
+
 
 LOADER = """
     import json, sys
@@ -66,22 +76,21 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("big") / "hf", config, random_tensors(config, BF16))
 
 
-@pytest.mark.parametrize("mode", ["per_layer", "stacked", "convert"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@ways(
+    ("bfloat16", "per_layer"), ("float32", "stacked"), ("float32", "convert"), modes=("per_layer", "stacked", "convert")
+)
 def test_hugging_face(big: Path, dtype: str, mode: str) -> None:
     measure(big, dtype, mode)
 
 
-@pytest.mark.parametrize("mode", ["per_layer", "stacked"])
-def test_orbax(big: Path, mode: str) -> None:
+@ways(("bfloat16", "stacked"), ("float32", "per_layer"))
+def test_orbax(big: Path, dtype: str, mode: str) -> None:
     folder = big.parent / "orbax"
     if not folder.exists():
         convert(big, folder)
-    for dtype in ("bfloat16", "float32"):
-        measure(folder, dtype, mode)
+    measure(folder, dtype, mode)
 
 
-@pytest.mark.parametrize("mode", ["per_layer", "stacked"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@ways(("bfloat16", "per_layer"), ("float32", "stacked"))
 def test_smollm2(smollm2_gguf_path: Path, dtype: str, mode: str) -> None:
     measure(smollm2_gguf_path, dtype, mode)

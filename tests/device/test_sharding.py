@@ -81,8 +81,11 @@ def alone() -> dict[str, list[RequestOutput]]:
 @pytest.mark.parametrize(
     ("data", "tensor", "name", "per_layer"),
     [
-        (1, 2, "grouped", False), (2, 1, "multi-query", False), (2, 2, "grouped", True), (1, 4, "multi-query", False),
-        (4, 1, "grouped", False), (2, 4, "grouped", False), (8, 1, "multi-query", False), (1, 8, "grouped", False),
+        (1, 2, "grouped", False), (2, 2, "grouped", True), (1, 4, "multi-query", False), (2, 4, "grouped", False),
+        (8, 1, "multi-query", False), (1, 8, "grouped", False),
+        # Rows over two shards, and over shards alone, are also above.
+        pytest.param(2, 1, "multi-query", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, 1, "grouped", False, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_tokens_do_not_depend_on_the_mesh(
