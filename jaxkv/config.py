@@ -133,7 +133,7 @@ class SchedulerConfig:
     @functools.cached_property
     def paging(self) -> Paging:
         """How many pages tokens take."""
-        return Paging(page_size=self.page_size, windows=self.windows, max_chunk=self.token_budget)
+        return Paging(page_size=self.page_size, windows=self.windows, token_budget=self.token_budget)
 
     @property
     def shards(self) -> Shards:

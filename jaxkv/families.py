@@ -7,7 +7,9 @@ from jaxkv.models.decoder import Decoder as Decoder
 from jaxkv.models.decoder import DecoderLayer as DecoderLayer
 from jaxkv.models.family import Family as Family
 from jaxkv.models.hf_config import HfConfig as HfConfig
+from jaxkv.models.hf_config import from_hf as from_hf
 from jaxkv.models.hf_geometry import layer_kinds as layer_kinds
+from jaxkv.models.hf_geometry import read_biases as read_biases
 from jaxkv.models.hf_geometry import read_geometry as read_geometry
 from jaxkv.models.hf_geometry import read_rope as read_rope
 from jaxkv.models.hf_geometry import read_window as read_window

@@ -2,6 +2,9 @@
 
 import bisect
 import dataclasses
+import functools
+
+MIN_CHUNK = 256  # tokens: with much fewer, reading the weights takes longer than computing (H200 206, v5e 240, v6e 560)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -10,7 +13,13 @@ class Paging:
 
     page_size: int  # tokens
     windows: tuple[int | None, ...] = (None,)  # of each group: tokens that its layers see; None: all before
-    max_chunk: int = 0  # tokens computed at once
+    token_budget: int = 0  # tokens computed in a step
+
+    @functools.cached_property
+    def max_chunk(self) -> int:
+        """Tokens of a sequence that are computed at once: what half a window covers, for K/V of a chunk take as much again."""
+        seen = min((window for window in self.windows if window is not None), default=2 * self.token_budget)
+        return min(self.token_budget, max(seen // 2, MIN_CHUNK))
 
     def num_left(self, position: int, window: int | None) -> int:
         """Leading pages that a token at `position`, and those after it, do not see."""

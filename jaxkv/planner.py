@@ -184,7 +184,7 @@ class Planner:
         """
         for seq in behind:
             while seq.is_placed:
-                if self._try_take(seq, min(seq.num_tokens, seq.num_computed + self._config.token_budget)):
+                if self._try_take(seq, min(seq.num_tokens, seq.num_computed + self._config.paging.max_chunk)):
                     break
                 shard = self._shards.of(seq.row)
                 assert self._rows.num_placed_on(shard) > 1, "admitted though it can never be finished"
@@ -228,7 +228,8 @@ class Planner:
 
     def _room(self, shard: int) -> int:
         """Tokens the next chunk on a shard may have: what is left of its budget, in whole tiles."""
-        return max(self._budgets[shard], 0) // self._config.chunk_align * self._config.chunk_align
+        room = min(max(self._budgets[shard], 0), self._config.paging.max_chunk)
+        return room // self._config.chunk_align * self._config.chunk_align
 
     def _add_chunk(self, seq: Sequence) -> None:
         """Computes as many of the tokens that `seq` lacks as the budget allows."""
@@ -286,7 +287,8 @@ class Planner:
         seq, row = jump.seq, jump.seq.row
         shard, start = self._shards.of(row), seq.num_computed
         align = self._config.chunk_align
-        room = (self._budgets[shard] + 1) // align * align  # with the row's decode token
+        budget = self._budgets[shard] + 1  # with the row's decode token
+        room = min(budget, self._config.paging.max_chunk) // align * align
         num = min(len(jump.forced) - jump.num_in_flight + 1, room)  # in the chunk: the newest token, and forced ones
         if num <= MIN_SAVED or not self._try_take(seq, start + num):
             return False

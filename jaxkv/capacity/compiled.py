@@ -33,6 +33,7 @@ class StepFacts:
 
     program: str  # decode, mixed or prefill
     num_tokens: int  # computed in one pass, over all data shards
+    vocab_size: int
     pool_bytes: int  # the pool as it lies on a device
     layer_pool_bytes: int  # one layer's share of it
     argument_bytes: int  # weights, pool, row state, batch
@@ -170,6 +171,7 @@ class AbstractEngine:
         return StepFacts(
             program=name,
             num_tokens=num_tokens,
+            vocab_size=self.geometry.vocab_size,
             pool_bytes=local_bytes(self.pool),
             layer_pool_bytes=local_bytes(self.pool) // num_layers,
             argument_bytes=memory.argument_size_in_bytes,

@@ -63,10 +63,10 @@ class Layout:
         num_layers = self.cfg.num_layers if self.groups is None else self.groups.size
         return self.token_bytes * page_size * num_layers // self.cfg.num_layers
 
-    def paging(self, page_size: int, max_chunk: int = 0) -> Paging:
+    def paging(self, page_size: int, token_budget: int = 0) -> Paging:
         """How many pages rows take."""
         windows = (None,) if self.groups is None else self.groups.windows
-        return Paging(page_size=page_size, windows=windows, max_chunk=max_chunk)
+        return Paging(page_size=page_size, windows=windows, token_budget=token_budget)
 
     @property
     def _mlp_weights(self) -> int:

@@ -3,16 +3,24 @@
 Both alternate layers with a window and without, and have norms before and after attention and MLP.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.family import Family
-from jaxkv.models.hf_config import HfConfig
-from jaxkv.models.hf_geometry import layer_kinds, make_rope, read_geometry, read_rope, read_window, read_windows
+from jaxkv.models.hf_config import HfConfig, from_hf
+from jaxkv.models.hf_geometry import (
+    layer_kinds,
+    make_rope,
+    read_biases,
+    read_geometry,
+    read_rope,
+    read_window,
+    read_windows,
+)
 from jaxkv.models.rope import Rope
 from jaxkv.models.weight_names import Names, decoder_weights
-from jaxkv.models.weights import WeightMap
 
 _NAMES = Names(
     norms={
@@ -24,43 +32,33 @@ _NAMES = Names(
 )
 
 
-def gemma2_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` gemma2.
-
-    Raises:
-        CheckpointError: a field is missing, impossible, or asks for arithmetic that jaxkv does not have.
-    """
-    config = HfConfig(values)
-    config.only("model_type", "gemma2")
+@from_hf("gemma2")
+def gemma2_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` gemma2."""
     fields = _fields(config, max_len=8192)
     windows = _windows(config, fields["num_layers"], period=2)
     config.only("sliding_window_size", read_window(config, 4096))  # of the 9B models; transformers does not read it
-    cfg = ModelConfig(
+    return ModelConfig(
         **fields,
         kinds=layer_kinds([read_rope(config, fields)] * len(windows), windows),
         soft_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(config, "final_logit_softcapping", 30.0),
     )
-    config.finish()
-    return cfg
 
 
-def gemma3_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` gemma3_text; errors as `gemma2_config`."""
-    config = HfConfig(values)
-    config.only("model_type", "gemma3_text")
+@from_hf("gemma3_text")
+def gemma3_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` gemma3_text."""
     fields = _fields(config, max_len=131072)
     config.only("attn_logit_softcapping")
     windows = _windows(config, fields["num_layers"], config.size("sliding_window_pattern", 6))
     whole, local = _ropes(config, fields)
-    cfg = ModelConfig(
+    return ModelConfig(
         **fields,
         kinds=layer_kinds([whole if window is None else local for window in windows], windows),
         qk_norm="head",
         logit_cap=_cap(config, "final_logit_softcapping", None),
     )
-    config.finish()
-    return cfg
 
 
 def _fields(config: HfConfig, max_len: int) -> dict[str, Any]:
@@ -71,11 +69,9 @@ def _fields(config: HfConfig, max_len: int) -> dict[str, Any]:
     )  # fmt: skip
     config.get("hidden_act", None)  # an older name, which transformers reads no more
     config.only("use_bidirectional_attention", False)
-    bias = config.flag("attention_bias", False)
     return {
         **fields,
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **read_biases(config, of_mlp=False),
         "post_norm": True,
         "norm_plus_one": True,
         "query_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -113,22 +109,17 @@ def _ropes(config: HfConfig, fields: Mapping[str, Any]) -> tuple[Rope, Rope]:
     return whole, local
 
 
-def gemma_weights(cfg: ModelConfig) -> WeightMap:
-    """The four norms of a layer have names of their own."""
-    return decoder_weights(cfg, _NAMES)
-
-
 GEMMA2 = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     model_types=("gemma2",),
     config_from_hf=gemma2_config,
-    weight_map=gemma_weights,
+    weight_map=functools.partial(decoder_weights, names=_NAMES),
 )
 GEMMA3 = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM",),
     model_types=("gemma3_text",),
     config_from_hf=gemma3_config,
-    weight_map=gemma_weights,
+    weight_map=functools.partial(decoder_weights, names=_NAMES),
 )

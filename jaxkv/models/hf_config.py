@@ -4,11 +4,13 @@ A field that changes the arithmetic and is overlooked gives text that looks almo
 the family, known to be harmless (below), switched off, or an error.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv.errors import CheckpointError
+from jaxkv.models.config import ModelConfig
 
 # Fields that say nothing about a decoder's forward pass, or only how transformers computes it.
 _HARMLESS_FIELDS = """
@@ -116,3 +118,26 @@ class HfConfig:
                 f"config fields that jaxkv does not know and that may change the model's arithmetic: {fields}; delete "
                 "them from config.json if you know that they do not"
             )
+
+
+def from_hf(
+    model_type: str,
+) -> Callable[[Callable[[HfConfig], ModelConfig]], Callable[[Mapping[str, Any]], ModelConfig]]:
+    """Makes a family's `config_from_hf` of a function that reads its fields.
+
+    What comes out raises CheckpointError for a config of another `model_type`, for a field that is missing or impossible,
+    and for one that nobody read and that may ask for arithmetic that jaxkv does not have.
+    """
+
+    def wrap(read: Callable[[HfConfig], ModelConfig]) -> Callable[[Mapping[str, Any]], ModelConfig]:
+        @functools.wraps(read)
+        def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
+            config = HfConfig(values)
+            config.only("model_type", model_type)
+            cfg = read(config)
+            config.finish()
+            return cfg
+
+        return config_from_hf
+
+    return wrap

@@ -59,6 +59,12 @@ def read_geometry(
     }
 
 
+def read_biases(config: HfConfig, *, of_mlp: bool) -> dict[str, Any]:
+    """`attention_bias`, of all its projections; `of_mlp`: the family has `mlp_bias`, too."""
+    bias = config.flag("attention_bias", False)
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": of_mlp and config.flag("mlp_bias", False)}
+
+
 def read_windows(config: HfConfig, num_layers: int, window: int | None, default: Sequence[str]) -> list[int | None]:
     """The window of each layer, by `layer_types` or what stands for it where it is missing.
 
@@ -86,7 +92,12 @@ def layer_kinds(ropes: Sequence[Rope | None], windows: Sequence[int | None]) -> 
 
 
 def read_rope(
-    config: HfConfig, geometry: Mapping[str, Any], *, base: float = 10000.0, is_partial: bool = False
+    config: HfConfig,
+    geometry: Mapping[str, Any],
+    *,
+    base: float = 10000.0,
+    is_partial: bool = False,
+    other_names: Mapping[str, str] = {},
 ) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
@@ -94,13 +105,14 @@ def read_rope(
         geometry: from `read_geometry`.
         base: what silence means.
         is_partial: the family may rotate a part of a head only.
+        other_names: what the family calls kinds otherwise.
     """
     base = config.number("rope_theta", base)
     scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
     rope = HfConfig({**scaling, **parameters}, "rope_parameters." if parameters else "rope_scaling.")
     part = _partial_factor(config, rope, is_partial)
     original = _size_or_none(config, "original_max_position_embeddings")
-    return make_rope(rope, geometry, base=base, part=part, original_max_len=original)
+    return make_rope(rope, geometry, base=base, part=part, original_max_len=original, other_names=other_names)
 
 
 def _partial_factor(config: HfConfig, rope: HfConfig, is_partial: bool) -> float:
@@ -118,12 +130,14 @@ def make_rope(
     base: float,
     part: float = 1.0,
     original_max_len: int | None = None,
+    other_names: Mapping[str, str] = {},
 ) -> Rope:
     """One rope out of an object of parameters.
 
     Args:
         part: of a head that is rotated.
         original_max_len: what the config says outside of the object, which then counts.
+        other_names: of kinds.
 
     Raises:
         CheckpointError: a kind or a field is not known, missing or impossible.
@@ -131,6 +145,7 @@ def make_rope(
     max_len, head_dim = geometry["max_len"], geometry["head_dim"]
     width = int(head_dim * part)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
+    kind = other_names.get(kind, kind)
     rope.get("type", None)
     found = _size_or_none(rope, "original_max_position_embeddings")  # may stand there for any kind
     original = original_max_len or found or max_len

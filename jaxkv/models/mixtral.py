@@ -1,28 +1,21 @@
 """Mixtral: Mistral with eight experts, of which a token takes two (arXiv:2401.04088)."""
 
-from collections.abc import Mapping
-from typing import Any
+import functools
 
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.family import Family
-from jaxkv.models.hf_config import HfConfig
+from jaxkv.models.hf_config import HfConfig, from_hf
 from jaxkv.models.hf_geometry import layer_kinds, read_geometry, read_rope, read_window
 from jaxkv.models.weight_names import Names, decoder_weights
-from jaxkv.models.weights import WeightMap
 
 _NAMES = Names(experts="block_sparse_moe", expert_parts=("w1", "w3", "w2"))
 
 
-def mixtral_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` mixtral.
-
-    Raises:
-        CheckpointError: a field is missing, impossible, or asks for arithmetic that jaxkv does not have.
-    """
-    config = HfConfig(values)
-    config.only("model_type", "mixtral")
+@from_hf("mixtral")
+def mixtral_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` mixtral."""
     fields = read_geometry(config, max_len=131072, num_kv_heads=8, norm_eps=1e-5)
-    cfg = ModelConfig(
+    return ModelConfig(
         **fields,
         kinds=layer_kinds([read_rope(config, fields, base=1e6)], [read_window(config, None)]),
         experts=Experts(
@@ -31,13 +24,6 @@ def mixtral_config(values: Mapping[str, Any]) -> ModelConfig:
             normalise=True,
         ),
     )
-    config.finish()
-    return cfg
-
-
-def mixtral_weights(cfg: ModelConfig) -> WeightMap:
-    """Experts have names of their own."""
-    return decoder_weights(cfg, _NAMES)
 
 
 MIXTRAL = Family(
@@ -45,5 +31,5 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     model_types=("mixtral",),
     config_from_hf=mixtral_config,
-    weight_map=mixtral_weights,
+    weight_map=functools.partial(decoder_weights, names=_NAMES),
 )

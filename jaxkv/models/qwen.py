@@ -6,43 +6,30 @@ from typing import Any
 from jaxkv.errors import CheckpointError
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.family import Family
-from jaxkv.models.hf_config import HfConfig
-from jaxkv.models.hf_geometry import layer_kinds, read_geometry, read_rope, read_window, read_windows
+from jaxkv.models.hf_config import HfConfig, from_hf
+from jaxkv.models.hf_geometry import layer_kinds, read_biases, read_geometry, read_rope, read_window, read_windows
 from jaxkv.models.weight_names import decoder_weights
 
 
-def qwen2_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` qwen2.
-
-    Raises:
-        CheckpointError: a field is missing, impossible, or asks for arithmetic that jaxkv does not have.
-    """
-    config = HfConfig(values)
-    config.only("model_type", "qwen2")
+@from_hf("qwen2")
+def qwen2_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` qwen2."""
     fields = read_geometry(config, max_len=32768, num_kv_heads=32)
-    cfg = ModelConfig(**fields, kinds=_kinds(config, fields), qkv_bias=True)
-    config.finish()
-    return cfg
+    return ModelConfig(**fields, kinds=_kinds(config, fields), qkv_bias=True)
 
 
-def qwen3_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` qwen3; errors as `qwen2_config`."""
-    config = HfConfig(values)
-    config.only("model_type", "qwen3")
+@from_hf("qwen3")
+def qwen3_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` qwen3."""
     fields = read_geometry(config, max_len=32768, num_kv_heads=32, head_dim=128)
-    bias = config.flag("attention_bias", False)
-    cfg = ModelConfig(**fields, kinds=_kinds(config, fields), qkv_bias=bias, out_bias=bias, qk_norm="head")
-    config.finish()
-    return cfg
+    biases = read_biases(config, of_mlp=False)
+    return ModelConfig(**fields, **biases, kinds=_kinds(config, fields), qk_norm="head")
 
 
-def qwen3_moe_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` qwen3_moe; errors as `qwen2_config`."""
-    config = HfConfig(values)
-    config.only("model_type", "qwen3_moe")
-    fields = read_geometry(
-        config, max_len=32768, num_kv_heads=4, head_dim=values.get("head_dim"), ffn="moe_intermediate_size"
-    )
+@from_hf("qwen3_moe")
+def qwen3_moe_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` qwen3_moe."""
+    fields = read_geometry(config, max_len=32768, num_kv_heads=4, ffn="moe_intermediate_size")
     config.get("intermediate_size", None)  # of layers without experts, which the next two lines refuse
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [])
@@ -50,23 +37,18 @@ def qwen3_moe_config(values: Mapping[str, Any]) -> ModelConfig:
     window = read_window(config, 4096) if config.flag("use_sliding_window", False) else None
     config.get("sliding_window", None)
     config.get("max_window_layers", None)  # transformers reads it for dense models only
-    bias = config.flag("attention_bias", False)
     experts = Experts(
         num=config.size("num_experts", config.get("num_local_experts", 128)),
         per_token=config.size("num_experts_per_tok", 8),
         normalise=config.flag("norm_topk_prob", False),
     )
-    config.get("num_local_experts", None)
-    cfg = ModelConfig(
+    return ModelConfig(
         **fields,
         kinds=layer_kinds([read_rope(config, fields)], [window]),
         experts=experts,
-        qkv_bias=bias,
-        out_bias=bias,
+        **read_biases(config, of_mlp=False),
         qk_norm="head",
     )
-    config.finish()
-    return cfg
 
 
 def _kinds(config: HfConfig, fields: Mapping[str, Any]) -> Any:

@@ -1,24 +1,16 @@
 """SmolLM3: Llama in which every fourth layer does not rotate queries and keys (arXiv:2501.18795)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from jaxkv.errors import CheckpointError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.family import Family
-from jaxkv.models.hf_config import HfConfig
-from jaxkv.models.hf_geometry import layer_kinds, read_geometry, read_rope, read_window, read_windows
+from jaxkv.models.hf_config import HfConfig, from_hf
+from jaxkv.models.hf_geometry import layer_kinds, read_biases, read_geometry, read_rope, read_window, read_windows
 from jaxkv.models.weight_names import decoder_weights
 
 
-def smollm3_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of `model_type` smollm3.
-
-    Raises:
-        CheckpointError: a field is missing, impossible, or asks for arithmetic that jaxkv does not have.
-    """
-    config = HfConfig(values)
-    config.only("model_type", "smollm3")
+@from_hf("smollm3")
+def smollm3_config(config: HfConfig) -> ModelConfig:
+    """Reads a config of `model_type` smollm3."""
     fields = read_geometry(config, max_len=32768, num_kv_heads=4, tied=True)
     num, rope = fields["num_layers"], read_rope(config, fields, base=2e6)
     rotates = _rotates(config, num)
@@ -27,16 +19,11 @@ def smollm3_config(values: Mapping[str, Any]) -> ModelConfig:
     config.get("max_window_layers", None)  # in published configs; transformers does not read it
     types = ["full_attention" if has_rope or window is None else "sliding_attention" for has_rope in rotates]
     windows = read_windows(config, num, window, types)
-    bias = config.flag("attention_bias", False)
-    cfg = ModelConfig(
+    return ModelConfig(
         **fields,
         kinds=layer_kinds([rope if has_rope else None for has_rope in rotates], windows),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
+        **read_biases(config, of_mlp=True),
     )
-    config.finish()
-    return cfg
 
 
 def _rotates(config: HfConfig, num_layers: int) -> list[bool]:

@@ -1,6 +1,5 @@
 """GGUF files: every block format, the Q/K row order, rotary factors, and damage."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +13,8 @@ from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import model_config
 from jaxkv.errors import CheckpointError
 from jaxkv.models.rope import Rope
+from tests.checkpoint.gguf_files import write_gguf
 from tests.checkpoint.tools import BF16, assert_same_params, hf_config, load, params, random_tensors, write_hf
-
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-
-
-def gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
-
-
-def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp's own formula (convert_hf_to_gguf.py, LlamaModel.permute)."""
-    return (
-        weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weights.shape)
-    )
-
-
-def to_gguf_rows(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    heads = {".q_proj.": config["num_attention_heads"], ".k_proj.": config["num_key_value_heads"]}
-    for part, num_heads in heads.items():
-        if part in name:
-            return permute(tensor, num_heads)
-    return tensor
-
-
-def write_gguf(
-    path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    *,
-    kind: Kind = Kind.F32,
-    keys: Mapping[str, Any] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
-) -> Path:
-    """Writes Hugging Face tensors as llama.cpp would: matrices in `kind`, vectors in float32."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    for key, value in (keys or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
-        add.get(type(value), writer.add_uint32)(key, value)
-    for name, tensor in tensors.items():
-        rows = to_gguf_rows(name, tensor.astype(np.float32), config)
-        if rows.ndim == 1:
-            writer.add_tensor(gguf_name(name), rows)
-        else:
-            writer.add_tensor(gguf_name(name), gguf.quantize(rows, kind), raw_dtype=kind)
-    for name, tensor in (extra or {}).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize(

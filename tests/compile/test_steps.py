@@ -1,6 +1,7 @@
 """The step programs through the TPU and GPU compilers, without TPU or GPU: in place, no copies, no surprise collectives."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxkv import programs, sampler
 from jaxkv.capacity import topology
 from jaxkv.capacity.checks import complaints
 from jaxkv.capacity.compiled import AbstractEngine, StepFacts
@@ -64,6 +66,47 @@ def test_step_programs(case: Case) -> None:
 
 def test_what_is_proved_of_some_cases_is_proved() -> None:
     assert {*LEAN, "tpu7x:2x2x2"} <= {case.topology for case in CASES if case.model == "llama-3.1-8b"}
+
+
+# --- every family, with narrow layers and greedy decoding: what families differ in is quick to compile -----------------
+
+FAMILIES = tuple(dict.fromkeys(case.model for case in FAMILY_CASES))
+
+
+@pytest.mark.parametrize(
+    ("model", "chip"),
+    [
+        pytest.param(model, chip, marks=() if (i + j) % 2 else pytest.mark.exhaustive)
+        for i, model in enumerate(FAMILIES)
+        for j, chip in enumerate(("v6e:1x1", "h200x1"))
+    ],
+)
+def test_layers_of_families(model: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode rows in one step."""
+    monkeypatch.setitem(KNOWN, "narrow", _narrow(KNOWN[model]))
+    monkeypatch.setattr(programs, "_sample_and_advance", _take_likeliest)
+    monkeypatch.setattr(programs, "_score_prompts", lambda _, __, ids, ___: sampler.no_logprobs(ids.shape[0]))
+    case = Case(chip, "narrow", programs=("mixed",))
+    need(case)
+    assert prove(case).complaints == ((),)
+
+
+def _narrow(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The model with its own layers and heads, but fewer numbers in each."""
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    narrow = {"head_dim": head_dim, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8192}
+    return {**config, **narrow, **({"moe_intermediate_size": 512} if "moe_intermediate_size" in config else {})}
+
+
+def _take_likeliest(
+    logits: jax.Array, params: Any, state: Any, tables: Any, rows: jax.Array, position: jax.Array, live: jax.Array
+) -> tuple[Any, jax.Array, Any]:
+    """Stands in for sampler and grammars, which are the same for all families and most of a step's compile time."""
+    ids = logits.argmax(axis=-1).astype(jnp.int32)
+    state = dataclasses.replace(
+        state, last_token=state.last_token.at[rows].set(ids), position=state.position.at[rows].set(position)
+    )
+    return state, ids, sampler.no_logprobs(rows.shape[0])
 
 
 # --- what the checks are worth: programs that copy the pool -----------------------------------------------------------

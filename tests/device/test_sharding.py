@@ -1,5 +1,6 @@
 """The same tokens on every mesh, in place, with two all-reduces a layer and no weight or page sent around."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 from jaxkv.api import LLM
 from jaxkv.batch import Buckets
 from jaxkv.errors import ConfigError
+from jaxkv.models.config import LayerKind
+from jaxkv.models.groups import LayerGroups, group_layers
 from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.models.rope import Rope
 from jaxkv.request import RequestOutput, SamplingParams
 from jaxkv.runner import Runner
 from jaxkv.scheduler import SchedulerStats
@@ -27,9 +31,24 @@ VOCAB = 104  # divides by eight
 MODELS = {
     "grouped": tiny.config(vocab_size=VOCAB, num_heads=8, num_kv_heads=2, tied=True),
     "multi-query": tiny.config(vocab_size=VOCAB, num_heads=8, num_kv_heads=1, tied=False),
-}
+    # Layers in groups with pages of their own, given back while a row runs: as in Gemma 3, and as in Mistral 7B v0.1.
+    "local-global": tiny.config(
+        vocab_size=VOCAB, num_layers=3, num_kv_heads=1, qk_norm="head", post_norm=True,
+        kinds=(*[LayerKind(rope=Rope(head_dim=8), window=9)] * 2, LayerKind(rope=Rope(head_dim=8, base=1e6))),
+    ),
+    "windows": tiny.config(vocab_size=VOCAB, kinds=(LayerKind(rope=Rope(head_dim=8), window=9),)),
+}  # fmt: skip
 RNG = np.random.default_rng(0)
 TOKENS = tuple(RNG.integers(3, V, 200).tolist())
+
+
+def groups_of(name: str) -> LayerGroups:
+    return group_layers(MODELS[name].windows, MAX_LEN)
+
+
+def num_pages(name: str) -> int:
+    """Of a shard."""
+    return (NUM_PAGES - 1) * groups_of(name).num + 1
 
 
 def runner_on(data: int, tensor: int, name: str, per_layer: bool) -> Runner:
@@ -40,7 +59,7 @@ def runner_on(data: int, tensor: int, name: str, per_layer: bool) -> Runner:
     )  # fmt: skip
     return make_runner(
         tiny.model(MODELS[name], per_layer=per_layer), data=data, tensor=tensor, buckets=buckets, max_rows=MAX_ROWS,
-        num_pages=NUM_PAGES,
+        num_pages=num_pages(name), groups=groups_of(name),
     )  # fmt: skip
 
 
@@ -57,9 +76,9 @@ def asks() -> Iterator[Ask]:
     yield ask(shared + TOKENS[60:70], max_tokens=3, prompt_logprobs=1, logit_bias={5: 4.0})
 
 
-def serve(runner: Runner) -> tuple[list[RequestOutput], SchedulerStats]:
+def serve(runner: Runner, name: str) -> tuple[list[RequestOutput], SchedulerStats]:
     """The requests, and some of them again, which find their prefixes; pool and row state stay where they are."""
-    client = Client(runner, num_pages=NUM_PAGES, token_budget=TILES * TILE)
+    client = Client(runner, num_pages=num_pages(name), token_budget=TILES * TILE)
     assert runner._pool is not None and runner._state is not None
     places = pointers(runner._pool), pointers(runner._state.counts)
     outputs = client.generate(*asks()) + client.generate(*list(asks())[:3])
@@ -72,36 +91,39 @@ def pointers(array: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[RequestOutput]]:
+@functools.cache
+def alone(name: str) -> list[RequestOutput]:
     """What one device makes of it."""
-    return {name: serve(runner_on(1, 1, name, per_layer=True))[0] for name in MODELS}
+    return serve(runner_on(1, 1, name, per_layer=True), name)[0]
 
 
 @pytest.mark.parametrize(
     ("data", "tensor", "name", "per_layer"),
     [
         (1, 2, "grouped", False), (2, 2, "grouped", True), (1, 4, "multi-query", False), (2, 4, "grouped", False),
-        (8, 1, "multi-query", False), (1, 8, "grouped", False),
+        (8, 1, "multi-query", False), (1, 8, "grouped", False), (2, 2, "local-global", False),
         # Rows over two shards, and over shards alone, are also above.
         pytest.param(2, 1, "multi-query", False, marks=pytest.mark.exhaustive),
         pytest.param(4, 1, "grouped", False, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(*mesh, name, True, marks=pytest.mark.exhaustive)
+            for name in ("local-global", "windows") for mesh in ((1, 2), (2, 1), (2, 4))
+        ),
     ],
 )  # fmt: skip
-def test_tokens_do_not_depend_on_the_mesh(
-    alone: dict[str, list[RequestOutput]], data: int, tensor: int, name: str, per_layer: bool
-) -> None:
+def test_tokens_do_not_depend_on_the_mesh(data: int, tensor: int, name: str, per_layer: bool) -> None:
     """Token for token in float32."""
     runner = runner_on(data, tensor, name, per_layer)
     assert runner._pool is not None
     assert runner._pool.addressable_shards[0].data.shape[2] == max(MODELS[name].num_kv_heads // tensor, 1)
-    outputs, stats = serve(runner)
-    for got, expected in zip(outputs, alone[name], strict=True):
+    outputs, stats = serve(runner, name)
+    for got, expected in zip(outputs, alone(name), strict=True):
         assert [one.token_ids for one in got.outputs] == [one.token_ids for one in expected.outputs]
         if expected.prompt_logprobs:
             np.testing.assert_allclose(scores(got), scores(expected), atol=1e-4)
     assert stats.num_hit_tokens > 0
     assert stats.num_preemptions > 0 or data > 2
+    assert (stats.num_left_windows > 0) == any(MODELS[name].windows)
 
 
 def scores(output: RequestOutput) -> list[float]:

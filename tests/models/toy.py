@@ -1,6 +1,5 @@
 """A family of one's own: attention and MLP side by side, all weights under other names, tanh for a gate."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxkv.families import (
     HfConfig,
     ModelConfig,
     WeightMap,
+    from_hf,
     layer_kinds,
     linear,
     read_geometry,
@@ -23,13 +23,10 @@ from jaxkv.families import (
 
 
 # Geometry: what a config.json of the family says.
-def toy_config(values: Mapping[str, Any]) -> ModelConfig:
-    config = HfConfig(values)
-    config.only("model_type", "toy")
+@from_hf("toy")  # fields that nobody reads are errors
+def toy_config(config: HfConfig) -> ModelConfig:
     fields = read_geometry(config, max_len=256)
-    cfg = ModelConfig(**fields, kinds=layer_kinds([read_rope(config, fields)], [read_window(config, None)]))
-    config.finish()  # fields that nobody read are errors
-    return cfg
+    return ModelConfig(**fields, kinds=layer_kinds([read_rope(config, fields)], [read_window(config, None)]))
 
 
 # Forward: what differs from `DecoderLayer` and `Decoder`. Unused parameters are not made.
