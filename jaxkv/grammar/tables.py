@@ -139,7 +139,7 @@ def build_tables(
         barred |= stuck
     if np.any(reached & (highest == UNREACHABLE)):
         raise TooLarge("with these tokens a counted string cannot be completed from every length; use the host matcher")
-    masks = state_masks(automaton, rows, vocabulary, budget.max_bytes)
+    masks = state_masks(automaton, rows, table, vocabulary, reached, budget.max_bytes)
     return _assemble(automaton, vocabulary, table, moves, masks, dist, reached, forced, budget)
 
 
