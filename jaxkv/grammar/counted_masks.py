@@ -149,10 +149,10 @@ class _Painter:
         longest = np.zeros(len(states), np.int64)
         np.maximum.at(longest, row, chosen.ticks)
         for group in self._rows.groups:
-            if number[group.states[0, 0]] >= 0:
-                for source, _, ticks in group.template.pairs.tolist():
-                    members = number[group.states[:, source]]
-                    longest[members] = np.maximum(longest[members], ticks)
+            for source, _, ticks in group.template.pairs.tolist():
+                members = number[group.states[:, source]]
+                members = members[members >= 0]
+                longest[members] = np.maximum(longest[members], ticks)
         width = int(longest.max(initial=0)) + 1
         size = len(states) * width
         hashes = self._token_hash[chosen.where]
@@ -160,11 +160,13 @@ class _Painter:
         leave = sum_by(cell[chosen.left], hashes[chosen.left], size).reshape(-1, width)
         stay = sum_by(cell[~chosen.left], hashes[~chosen.left], size).reshape(-1, width)
         for group in self._rows.groups:
-            if number[group.states[0, 0]] >= 0:
-                template = group.template
-                values = sum_by(template.stay_pair, self._token_hash[template.stay_rank], len(template.pairs))
-                for (source, _, ticks), value in zip(template.pairs.tolist(), values, strict=True):
-                    stay[number[group.states[:, source]], ticks] += value
+            if not (number[group.states] >= 0).any():
+                continue
+            template = group.template
+            values = sum_by(template.stay_pair, self._token_hash[template.stay_rank], len(template.pairs))
+            for (source, _, ticks), value in zip(template.pairs.tolist(), values, strict=True):
+                members = number[group.states[:, source]]
+                stay[members[members >= 0], ticks] += value
         return longest, _sums_before(stay), _sums_before(leave)
 
     def draw(self, state: int, above: int, most: int) -> np.ndarray:
