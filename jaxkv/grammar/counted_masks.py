@@ -14,9 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
-from jaxkv.grammar.hashing import mix, sum_by
+from jaxkv.grammar.hashing import mix, split_by, sum_by
 from jaxkv.grammar.rows import Rows
 from jaxkv.grammar.vocabulary import TokenVocabulary
+from jaxkv.grammar.walk import MAX_TICKS
 from jaxkv.grammar.windows import BASE, LEN_A, LEN_B, LOW_A, LOW_B
 
 
@@ -45,9 +46,6 @@ class _Wanted:
     def take(self, places: np.ndarray) -> "_Wanted":
         return _Wanted(self.state[places], self.above[places], self.most[places])
 
-    def rows(self) -> list[tuple[int, int, int]]:
-        return list(zip(self.state.tolist(), self.above.tolist(), self.most.tolist(), strict=True))
-
 
 def counted_masks(
     automaton: ByteAutomaton,
@@ -74,7 +72,7 @@ def counted_masks(
     wanted = _Wanted(*(np.concatenate([getattr(w, n) for w, _ in parts]) for n in ("state", "above", "most")))
     _, first, mask_of = np.unique(np.concatenate([h for _, h in parts]), return_index=True, return_inverse=True)
     check(len(first))
-    return CountedMasks(windows, mask_of, np.stack([painter.draw(*one) for one in wanted.take(first).rows()]))
+    return CountedMasks(windows, mask_of, painter.draw(wanted.take(first)))
 
 
 def _kinds(automaton: ByteAutomaton, painter: "_Painter", states: np.ndarray):
@@ -169,18 +167,32 @@ class _Painter:
                 stay[members[members >= 0], ticks] += value
         return longest, _sums_before(stay), _sums_before(leave)
 
-    def draw(self, state: int, above: int, most: int) -> np.ndarray:
-        """uint32 [words]. No state inside a counted string has ranges: heads of loops cannot stand for it."""
-        flags = np.zeros(len(self._token_hash) + 1, bool)
+    def draw(self, wanted: _Wanted) -> np.ndarray:
+        """uint32 [masks, words]."""
+        ticks = np.arange(MAX_TICKS + 1)
+        masks = np.zeros((len(wanted.state), len(self._rank_of_bit) // 32), np.uint32)
+        for state, places in split_by(np.arange(len(wanted.state)), wanted.state):
+            kinds = self._kinds(state)
+            for place in places.tolist():
+                stays = ticks <= wanted.most[place]
+                allowed = np.concatenate([[False], stays, stays & (ticks > wanted.above[place])])
+                masks[place] = np.packbits(allowed[kinds], bitorder="little").view("<u4")
+        return masks
+
+    def _kinds(self, state: int) -> np.ndarray:
+        """int64 [bits]: 0 if a token is not allowed, 1 + its characters if it stays, as many more as there can be if it leaves.
+
+        No state inside a counted string has ranges: heads of loops cannot stand for it.
+        """
+        of_rank = np.zeros(len(self._token_hash) + 1, np.intp)
         if state in self._place:
             group, local = self._place[state]
             template = self._rows.groups[group].template
-            fits = (template.pairs[:, 0] == local) & (template.pairs[:, 2] <= most)
-            flags[template.stay_rank[fits[template.stay_pair]]] = True
+            stays = template.pairs[template.stay_pair, 0] == local
+            of_rank[template.stay_rank[stays]] = 1 + template.pairs[template.stay_pair[stays], 2]
         own = self._rows.single.take(np.arange(self._rows.first[state], self._rows.first[state + 1]))
-        fits = (own.ticks <= most) & (~own.left | (own.ticks > above))
-        flags[own.where[fits]] = True
-        return np.packbits(flags[self._rank_of_bit], bitorder="little").view("<u4")
+        of_rank[own.where] = 1 + own.ticks + own.left * (MAX_TICKS + 1)
+        return of_rank[self._rank_of_bit]
 
 
 def _sums_before(values: np.ndarray) -> np.ndarray:
