@@ -63,7 +63,8 @@ def token_rows(automaton: ByteAutomaton, vocabulary: TokenVocabulary, *, barred:
     steps = join_steps(single)
     if barred.any():
         steps = steps.take(np.flatnonzero(~barred[steps.state]))
-    steps = steps.take(np.argsort(steps.origin, kind="stable"))
+    narrow = steps.origin.astype(np.uint16) if automaton.num_states <= 1 << 16 else steps.origin  # sorted by radix
+    steps = steps.take(np.argsort(narrow, kind="stable"))
     first = np.searchsorted(steps.origin, np.arange(automaton.num_states + 1))
     stops = result.stops
     ranges = _merge(outside[stops.origin], trie.low[stops.where], trie.high[stops.where], stops.state)
