@@ -16,7 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import GrammarSizes
-from jaxkv.grammar_layout import AS_MASKED, DIST, MASK, MAX_CLASSES, MAY, SLACK, STATE_COLUMNS, STOPS, GrammarLoad
+from jaxkv.grammar_layout import (
+    AS_MASKED,
+    DIST,
+    FIRST,
+    MASK,
+    MAX_CLASSES,
+    MAY,
+    SLACK,
+    STATE_COLUMNS,
+    STOPS,
+    GrammarLoad,
+)
 from jaxkv.row_state import NO_TOKEN, RowParams
 
 # Entries that one call of `load` writes at most; a grammar takes as many calls as its longest table needs.
@@ -30,7 +41,7 @@ class Tables:
     """The pools. Each ends with as much slack as `load` writes at once."""
 
     states: jax.Array  # int32 [S, STATE_COLUMNS]
-    transitions: jax.Array  # uint16 [.]: entry `state * num_classes + class` of a grammar is the state that follows
+    transitions: jax.Array  # uint16 [.]: entry `states[state, FIRST] + class` of a grammar is the state that follows
     effects: jax.Array  # int16 [.]: on the counter, at the same places: >= 0 adds, < 0 sets to the complement
     lookups: jax.Array  # int32 [.]: mask rows and distances, see `address`
     classes: jax.Array  # uint16 [G, V]: of each token
@@ -129,7 +140,7 @@ def fit_budget(
         logits, classes, at, states, count, remaining, tight = row
 
         def cut(x: jax.Array) -> jax.Array:
-            # By class, with what follows in the pool beyond the grammar's own; then by token.
+            # By class, with what lies in the pool beyond the state's own, whose classes the mask forbids; then by token.
             follow = jax.lax.dynamic_slice_in_dim(tables.transitions, at, MAX_CLASSES).astype(jnp.int32)
             counts = _count_on(jax.lax.dynamic_slice_in_dim(tables.effects, at, MAX_CLASSES), count)
             dist = tables.lookups[address(tables.states[states + follow], DIST, counts)]
@@ -137,7 +148,8 @@ def fit_budget(
 
         return jax.lax.cond(tight, cut, lambda x: x, logits)
 
-    at = params.grammar_transitions + grammar_state * params.grammar_num_classes
+    first = tables.states[params.grammar_states + grammar_state, FIRST]
+    at = params.grammar_transitions + first
     rows = (logits, params.grammar_classes, at, params.grammar_states, grammar_count, remaining, tight)
     return jax.lax.map(one_row, rows)
 
@@ -163,8 +175,10 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """States and counters int32 [N] after `token_ids` int32 [N]; free rows and host rows stay at 0."""
     kind = tables.classes[params.grammar_classes, token_ids].astype(jnp.int32)
-    at = params.grammar_transitions + grammar_state * params.grammar_num_classes + kind
-    return tables.transitions[at].astype(jnp.int32), _count_on(tables.effects[at], grammar_count)
+    at = params.grammar_transitions + tables.states[params.grammar_states + grammar_state, FIRST] + kind
+    # Class 0 is of tokens that no state allows, stop ids among them: they have no transitions.
+    after = jnp.where(kind == 0, 0, tables.transitions[at].astype(jnp.int32))
+    return after, _count_on(tables.effects[at], grammar_count)
 
 
 def set_masks(tables: Tables, rows: jax.Array, masks: jax.Array) -> Tables:

@@ -10,7 +10,8 @@ import numpy as np
 MASK, DIST = 0, 5
 SLACK = 10  # most tokens that any token allowed here leaves to go: with this many left, every allowed one fits
 STOPS = 11  # what becomes of stop ids, below
-STATE_COLUMNS = 12
+FIRST = 12  # where its transitions begin, counted from the grammar's first, see `grammar.packing`
+STATE_COLUMNS = 13
 
 NEVER, MAY, AS_MASKED = range(3)  # stop ids are forbidden, allowed, or as the mask has them
 
@@ -23,7 +24,6 @@ class GrammarPlace(typing.NamedTuple):
     states: int  # first of its states; never 0, which stands for no grammar
     transitions: int  # first of its transitions
     classes: int  # its row of token classes
-    num_classes: int  # transitions a state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class GrammarLoad:
     first_lookup: int
     first_mask: int
     states: np.ndarray  # int32 [S, STATE_COLUMNS]
-    transitions: np.ndarray  # uint16 [S * num_classes]: the state that follows, counted from the first
-    effects: np.ndarray  # int16 [S * num_classes]: on the counter; >= 0 adds, < 0 sets to the complement
+    transitions: np.ndarray  # uint16 [cells]: the state that follows, counted from the first
+    effects: np.ndarray  # int16 [cells]: on the counter; >= 0 adds, < 0 sets to the complement
     lookups: np.ndarray  # int32 [.]: rows of masks in the pool, and distances
     class_of: np.ndarray  # uint16 [V]
     masks: np.ndarray  # uint32 [M, ceil(V / 32)]
@@ -43,4 +43,4 @@ class GrammarLoad:
 
 def host_row(row: int) -> GrammarPlace:
     """The place of a row whose grammar is matched on the host: a state of its own, whose mask is written before each step."""
-    return GrammarPlace(states=row + 1, transitions=0, classes=0, num_classes=0)
+    return GrammarPlace(states=row + 1, transitions=0, classes=0)

@@ -53,7 +53,6 @@ class RowParams:
     grammar_states: jax.Array  # int32 [R]: see `grammar_layout`; 0 is no grammar
     grammar_transitions: jax.Array  # int32 [R]
     grammar_classes: jax.Array  # int32 [R]
-    grammar_num_classes: jax.Array  # int32 [R]
 
     @property
     def penalised(self) -> jax.Array:  # bool [R]

@@ -59,6 +59,8 @@ def transitions(automaton: ByteAutomaton, rows: Rows, vocabulary: TokenVocabular
         raise TooLarge(
             f"{automaton.num_states} states x {len(sample)} token classes need more than max_bytes={max_bytes}"
         )
+    if len(sample) > 1 << 16:
+        raise TooLarge(f"{len(sample)} token classes are more than 65536; the host matcher serves such a grammar")
     result = Transitions(
         class_of_rank,
         sample,

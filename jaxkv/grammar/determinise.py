@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv.grammar.automaton import NO_TICK, ByteAutomaton, Counters
 from jaxkv.grammar.errors import TooLarge
 from jaxkv.grammar.graph import FINAL, Graph
+from jaxkv.grammar.hashing import number_rows
 from jaxkv.grammar.minimise import minimise
 
 
@@ -26,16 +27,8 @@ def byte_classes(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         uint8 [256] class of each byte, and int32 [C] the first byte of each class.
     """
     columns = np.stack(rows, axis=1).astype(np.int32) if rows else np.zeros((256, 1), np.int32)
-    seen: dict[bytes, int] = {}
-    byte_class = np.empty(256, np.uint8)
-    first: list[int] = []
-    for byte in range(256):
-        key = columns[byte].tobytes()
-        number = seen.setdefault(key, len(seen))
-        if number == len(first):
-            first.append(byte)
-        byte_class[byte] = number
-    return byte_class, np.array(first, np.int32)
+    byte_class, first = number_rows(columns)
+    return byte_class.astype(np.uint8), first.astype(np.int32)
 
 
 def determinise(graph: Graph, start: int) -> ByteAutomaton:
@@ -61,6 +54,9 @@ class _Determiniser:
         """The byte transitions of all states as one array, before epsilon transitions are taken."""
         graph = self.graph
         automata = {id(automaton): automaton for automaton, _ in graph.parts}
+        places: dict[int, list[np.ndarray]] = {key: [] for key in automata}
+        for automaton, where in graph.parts:
+            places[id(automaton)].append(where)
         rows = [automaton.byte_class for automaton in automata.values()]
         for first, last in {(first, last) for _, first, last, _ in graph.edges}:
             row = np.zeros(256, np.int32)
@@ -73,18 +69,16 @@ class _Determiniser:
         counted = any(automaton.counters is not None for automaton in automata.values())
         self.tick = np.zeros((graph.size, classes), np.int8) if counted else None
         columns = {key: automaton.byte_class[first_bytes] for key, automaton in automata.items()}
-        for automaton, where in graph.parts:
-            inner = np.flatnonzero(where)
-            rows_at = where[inner]
-            own = automaton.next[inner].any(axis=1)  # a closed end is the continuation, which has its own row
-            inner, rows_at = inner[own], rows_at[own]
-            column = columns[id(automaton)]
-            self.table[rows_at] = where[automaton.next[inner]][:, column]
+        for key, automaton in automata.items():
+            where = np.stack(places[key])
+            own = np.flatnonzero(automaton.next.any(axis=1))  # a closed end is the continuation, which has its own row
+            rows_at = where[:, own]
+            self.table[rows_at] = where[:, automaton.next[own][:, columns[key]]]
             if automaton.counters is not None:
                 assert self.tick is not None
-                self.tick[rows_at] = automaton.counters.tick[inner][:, column]
+                self.tick[rows_at] = automaton.counters.tick[own][:, columns[key]]
                 ids = [0] + [graph.region((int(low), int(high))) for low, high in automaton.counters.limits[1:]]
-                self.region[rows_at] = np.array(ids, np.int16)[automaton.counters.region[inner]]
+                self.region[rows_at] = np.array(ids, np.int16)[automaton.counters.region[own]]
         if graph.edges:
             edges = np.array(graph.edges, np.int32)
             spans = {

@@ -95,14 +95,25 @@ class ForcedText:
 
     def _open_tail(self, text: bytes, end_state: int) -> int:
         """Bytes of the longest tail of `text` that a longer token begins with, and goes on as the grammar allows."""
-        strings, trie = self.vocabulary.strings, self.vocabulary.trie
         for tail in range(min(len(text), MAX_TAIL), 0, -1):
-            node = find_node(trie, text[-tail:])
-            if node is not None:
-                rests = (strings[rank][tail:] for rank in range(int(trie.low[node]), int(trie.high[node])))
-                if any(rest and self._run(end_state, rest) != DEAD for rest in rests):
-                    return tail
+            node = find_node(self.vocabulary.trie, text[-tail:])
+            if node is not None and self._goes_on(node, end_state):
+                return tail
         return 0
+
+    def _goes_on(self, node: int, state: int) -> bool:
+        """Whether a token below a node of the trie, not its own, may be read on from a state."""
+        trie, automaton = self.vocabulary.trie, self.automaton
+        stack = [(node, state)]
+        while stack:
+            node, state = stack.pop()
+            first, last = int(trie.first_child[node]), int(trie.first_child[node + 1])
+            after = automaton.next[state, automaton.byte_class[trie.byte[first:last]]]
+            alive = np.flatnonzero(after)
+            if trie.ends[first + alive].any():
+                return True
+            stack += zip((first + alive).tolist(), after[alive].tolist(), strict=True)
+        return False
 
     def _probes(self, end_state: int) -> list[bytes]:
         """Some texts that may come next: single characters, and tokens that begin with them."""
@@ -118,6 +129,8 @@ class ForcedText:
                 string = self.vocabulary.strings[rank]
                 if _is_utf8(string) and self._run(end_state, string) != DEAD:
                     found[string] = None
+            if len(found) >= MAX_PROBES:
+                break
         return list(found)[:MAX_PROBES]
 
     def _run(self, byte_state: int, text: bytes) -> int:

@@ -4,6 +4,8 @@ Every part is built in front of the state that follows it (`after`), so equal pa
 and loops are closed with `epsilon` to a state that was made beforehand.
 """
 
+import dataclasses
+
 import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
@@ -11,6 +13,36 @@ from jaxkv.grammar.budget import Budget
 from jaxkv.grammar.errors import TooLarge
 
 FINAL = 1  # accepting, nothing follows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shape:
+    """How an automaton is embedded.
+
+    Attributes:
+        closed: its accepting states that nothing can follow: they are the continuation itself.
+        inner: bool [N], all others but the dead one.
+        place: int64 [N], which of the inner states each is.
+        open_ends: the accepting ones of the inner states.
+    """
+
+    closed: np.ndarray
+    inner: np.ndarray
+    place: np.ndarray
+    open_ends: list[int]
+
+    @classmethod
+    def of(cls, automaton: ByteAutomaton) -> "_Shape":
+        goes_on = automaton.next.any(axis=1)
+        inner = ~automaton.accepting | goes_on
+        inner[0] = False
+        place = np.cumsum(inner) - 1
+        open_ends = place[automaton.accepting & goes_on].tolist()
+        return cls(np.flatnonzero(automaton.accepting & ~goes_on), inner, place, open_ends)
+
+    @property
+    def num_inner(self) -> int:
+        return int(self.inner.sum())
 
 
 class Graph:
@@ -31,8 +63,8 @@ class Graph:
         self.regions: list[tuple[int, int]] = [(0, 0)]
         self._region_ids: dict[tuple[int, int], int] = {}
         self._embedded: dict[tuple[int, int], int] = {}
-        self._literals: dict[tuple[bytes, int], int] = {}
-        self._keep: list[ByteAutomaton] = []
+        self._literals: dict[tuple[int, int], int] = {}
+        self._shapes: dict[int, _Shape] = {}
 
     def new(self, count: int = 1) -> int:
         """A new state without transitions (the first of `count`)."""
@@ -67,20 +99,14 @@ class Graph:
         """`text`, then `after`."""
         if not after:
             return 0
-        key = (text, after)
-        found = self._literals.get(key)
-        if found is not None:
-            return found
-        state = after
-        for position in range(len(text) - 1, -1, -1):
-            tail = (text[position:], after)
-            known = self._literals.get(tail)
+        for byte in reversed(text):
+            key = (byte, after)
+            known = self._literals.get(key)
             if known is None:
-                known = self.new()
-                self.edges.append((known, text[position], text[position], state))
-                self._literals[tail] = known
-            state = known
-        return state
+                known = self._literals[key] = self.new()
+                self.edges.append((known, byte, byte, after))
+            after = known
+        return after
 
     def embed(self, automaton: ByteAutomaton, after: int) -> int:
         """A text of `automaton`, then `after`."""
@@ -90,20 +116,15 @@ class Graph:
         found = self._embedded.get(key)
         if found is not None:
             return found
-        count = automaton.num_states
-        ends = np.flatnonzero(automaton.accepting)
-        closed = ends[~automaton.next[ends].any(axis=1)]  # nothing can follow there: they are `after` itself
-        where = np.zeros(count, np.int32)
-        inner = np.ones(count, bool)
-        inner[0] = False
-        inner[closed] = False
-        first = self.new(int(inner.sum()))
-        where[inner] = first + np.arange(int(inner.sum()), dtype=np.int32)
-        where[closed] = after
-        for state in ends[inner[ends]]:
-            self.epsilon(int(where[state]), after)
+        shape = self._shapes.get(id(automaton))
+        if shape is None:
+            shape = self._shapes[id(automaton)] = _Shape.of(automaton)
+        first = self.new(shape.num_inner)
+        where = np.where(shape.inner, shape.place + first, 0).astype(np.int32)
+        where[shape.closed] = after
+        for place in shape.open_ends:
+            self.epsilon(first + place, after)
         self.parts.append((automaton, where))
-        self._keep.append(automaton)
         start = int(where[automaton.start])
         self._embedded[key] = start
         return start

@@ -23,6 +23,23 @@ def cell_hash(state: np.ndarray, effect: np.ndarray | int) -> np.ndarray:
     return mix(state.astype(np.int64) * (1 << 20) + effect + (1 << 18), 2)
 
 
+def number_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers the distinct rows of an integer array in the order of their first places.
+
+    Returns:
+        int64 [n], the number of each row, and int64 [distinct], the first place of each number.
+    """
+    weights = mix(np.arange(rows.shape[1]), 6) | np.uint64(1)
+    hashes = (mix(rows) * weights).sum(axis=1, dtype=np.uint64)
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    number, first = rank[inverse], first[order]
+    assert np.array_equal(rows[first][number], rows), "two rows have one hash"
+    return number, first
+
+
 def split_by(values: np.ndarray, keys: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """(key, the values that have it) for each key, ascending."""
     order = np.argsort(keys, kind="stable")

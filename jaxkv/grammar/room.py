@@ -14,6 +14,7 @@ from jaxkv.grammar.tables import TokenTables
 from jaxkv.grammar.windows import BASE
 from jaxkv.grammar_layout import (
     DIST,
+    FIRST,
     MASK,
     MAX_CLASSES,
     MAY,
@@ -143,7 +144,7 @@ class GrammarRoom:
             for pool, (start, size) in zip(self._pools, self._residents.pop(key).takes, strict=True):
                 pool.give(start, size)
         states, transitions, lookups, masks, classes = (start for start, _ in takes)
-        place = GrammarPlace(states, transitions, classes, grammar.tables.next.shape[1])
+        place = GrammarPlace(states, transitions, classes)
         self._loads.append(_load(grammar.tables, place, lookups, masks))
         self.num_loads += 1
         resident = self._residents[grammar.key] = _Resident(place, takes)
@@ -163,7 +164,7 @@ class GrammarRoom:
 
 def _needs(tables: TokenTables) -> tuple[int, ...]:
     """Entries in each pool: states, transitions, lookups, masks, classes."""
-    return len(tables.next), tables.next.size, len(tables.mask_of) + len(tables.dist_of), len(tables.masks), 1
+    return len(tables.next), len(tables.packed.next), len(tables.mask_of) + len(tables.dist_of), len(tables.masks), 1
 
 
 def _load(tables: TokenTables, place: GrammarPlace, first_lookup: int, first_mask: int) -> GrammarLoad:
@@ -174,14 +175,15 @@ def _load(tables: TokenTables, place: GrammarPlace, first_lookup: int, first_mas
     states[:, DIST + BASE] += first_lookup + len(tables.mask_of)
     states[:, SLACK] = tables.slack
     states[:, STOPS] = np.where(tables.accepting, MAY, NEVER)
-    effects = np.zeros(tables.next.shape, np.int16) if tables.count is None else tables.count
+    packed = tables.packed
+    states[:, FIRST] = packed.first
     return GrammarLoad(
         place=place,
         first_lookup=first_lookup,
         first_mask=first_mask,
         states=states,
-        transitions=tables.next.reshape(-1),
-        effects=effects.reshape(-1),
+        transitions=packed.next,
+        effects=np.zeros(len(packed.next), np.int16) if packed.count is None else packed.count,
         lookups=np.concatenate([tables.mask_of + first_mask, tables.dist_of]).astype(np.int32),
         class_of=tables.class_of,
         masks=tables.masks,

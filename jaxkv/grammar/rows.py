@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv.grammar.automaton import ByteAutomaton
 from jaxkv.grammar.loops import LoopGroup, find_loops
+from jaxkv.grammar.trie import join_tries
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.walk import Steps, join_steps, walk
 
@@ -58,12 +59,12 @@ def token_rows(automaton: ByteAutomaton, vocabulary: TokenVocabulary, *, barred:
     if len(inside):
         edges = walk(automaton, trie, inside, max_work=max_work).edges
         single.append(dataclasses.replace(edges, origin=inside[edges.origin]))
-    for group in groups:
-        single += _leaving(automaton, group, max_work)
+    single.append(_leaving(automaton, groups, max_work))
     steps = join_steps(single)
     if barred.any():
         steps = steps.take(np.flatnonzero(~barred[steps.state]))
-    steps = steps.take(np.argsort(steps.origin, kind="stable"))
+    narrow = steps.origin.astype(np.uint16) if automaton.num_states <= 1 << 16 else steps.origin  # sorted by radix
+    steps = steps.take(np.argsort(narrow, kind="stable"))
     first = np.searchsorted(steps.origin, np.arange(automaton.num_states + 1))
     stops = result.stops
     ranges = _merge(outside[stops.origin], trie.low[stops.where], trie.high[stops.where], stops.state)
@@ -94,35 +95,53 @@ class _HeadStops:
         return result
 
 
-def _leaving(automaton: ByteAutomaton, group: LoopGroup, max_work: int) -> list[Steps]:
-    """Tokens that leave the loops of a group: each way out is walked with what is left of them there."""
-    parts: list[Steps] = []
-    for way, exit in enumerate(group.template.exits):
-        targets, index = np.unique(group.outside[:, way], return_inverse=True)
-        zeros = np.zeros(len(targets), np.int32)
-        rests = walk(automaton, exit.trie, targets, counts=zeros, max_work=max_work).edges
-        none = np.arange(len(targets), dtype=np.int32)  # nothing is left: the token ends right there
-        origin = np.concatenate([none, rests.origin])
-        order = np.argsort(origin, kind="stable")
-        origin = origin[order]
-        suffix = np.concatenate([zeros, rests.where + 1])[order]
-        state = np.concatenate([targets, rests.state])[order]
-        count = np.concatenate([zeros, rests.count])[order]
-        first = np.searchsorted(origin, np.arange(len(targets) + 1))
-        loop_of, result = expand(first[index], first[index + 1])
-        which, entry = expand(exit.first[suffix[result]], exit.first[suffix[result] + 1])
-        result, loop_of = result[which], loop_of[which]
-        parts.append(
-            Steps(
-                origin=group.states[loop_of, exit.state[entry]],
-                where=exit.rank[entry],
-                state=state[result],
-                left=np.ones(len(entry), bool),
-                ticks=exit.ticks[entry],
-                count=count[result],
-            )
-        )
-    return parts
+def _leaving(automaton: ByteAutomaton, groups: Sequence[LoopGroup], max_work: int) -> Steps:
+    """Tokens that leave loops: each way out is walked with what is left of them there, all ways at once."""
+    ways = [(group, group.outside[:, way], exit) for group in groups for way, exit in enumerate(group.template.exits)]
+    if not ways:
+        return join_steps([])
+    forest, roots = join_tries([exit.trie for _, _, exit in ways])
+    found = [np.unique(outside, return_inverse=True) for _, outside, _ in ways]
+    targets = np.concatenate([distinct for distinct, _ in found])
+    first_target = _starts([len(distinct) for distinct, _ in found])
+    zeros = np.zeros(len(targets), np.int32)
+    nodes = np.repeat(roots, np.diff(first_target))
+    rests = walk(automaton, forest, targets, nodes=nodes, counts=zeros, max_work=max_work).edges
+    # What is left of a token, and what it does, for each target; suffix 0 is nothing: the token ends right there.
+    of_target = np.concatenate([np.arange(len(targets)), rests.origin])
+    order = np.argsort(of_target, kind="stable")
+    suffix = np.concatenate([zeros, rests.where + 1])[order]
+    state = np.concatenate([targets, rests.state])[order]
+    count = np.concatenate([zeros, rests.count])[order]
+    first = np.searchsorted(of_target[order], np.arange(len(targets) + 1))
+    # A pair is a loop and a way out of it.
+    target = np.concatenate([first_target[way] + index for way, (_, index) in enumerate(found)])
+    way_of = np.repeat(np.arange(len(ways)), [len(outside) for _, outside, _ in ways])
+    pair, result = expand(first[target], first[target + 1])
+    first_suffix = _starts([len(exit.first) for _, _, exit in ways])
+    first_entry = _starts([len(exit.rank) for _, _, exit in ways])
+    entries = np.concatenate([exit.first + start for (_, _, exit), start in zip(ways, first_entry[:-1], strict=True)])
+    place = first_suffix[way_of[pair]] + suffix[result]
+    which, entry = expand(entries[place], entries[place + 1])
+    pair, result = pair[which], result[which]
+    states = np.concatenate([group.states.ravel() for group, _, _ in ways])
+    base = _starts([group.states.shape[1] for group, outside, _ in ways for _ in outside])[:-1]
+    inside, rank, ticks = (
+        np.concatenate([getattr(exit, name) for _, _, exit in ways]) for name in ("state", "rank", "ticks")
+    )
+    return Steps(
+        origin=states[base[pair] + inside[entry]],
+        where=rank[entry],
+        state=state[result],
+        left=np.ones(len(entry), bool),
+        ticks=ticks[entry],
+        count=count[result],
+    )
+
+
+def _starts(sizes: Sequence[int]) -> np.ndarray:
+    """int64 [n + 1], where each of some parts begins if they lie one after another."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def expand(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

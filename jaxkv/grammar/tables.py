@@ -7,11 +7,13 @@ A row's whole state is two numbers, `state` and `counter`:
     effect   count >= 0 adds, count < 0 sets to ~count
     distance dist_of[address(dist_windows, state, counter)]
 
-with `address` of `windows`. A token that the mask forbids has the next state 0, which is dead. The end ids are in the
-masks of states where the text is complete, but in no class: nothing comes after them.
+with `address` of `windows`; the device has the rows of `next` and `count` as `packing` says. A token that the mask
+forbids has the next state 0, which is dead. The end ids are in the masks of states where the text is complete, but in
+no class: nothing comes after them.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -22,11 +24,12 @@ from jaxkv.grammar.distances import UNREACHABLE, Distances, Moves, distances, fi
 from jaxkv.grammar.errors import TooLarge
 from jaxkv.grammar.forced import force
 from jaxkv.grammar.masks import Masks, state_masks
+from jaxkv.grammar.packing import PackedRows, pack_rows
 from jaxkv.grammar.rows import token_rows
 from jaxkv.grammar.vocabulary import TokenVocabulary
 from jaxkv.grammar.windows import BASE, LEN_A, LEN_B, address
 
-HOST_ONLY = ("byte_state", "forced")
+HOST_ONLY = ("next", "count", "byte_state", "forced")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,12 @@ class TokenTables:
     def nbytes(self) -> int:
         """Of what the device holds."""
         arrays = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in HOST_ONLY]
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        return self.packed.nbytes + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+    @functools.cached_property
+    def packed(self) -> PackedRows:
+        """`next` and `count` as the device has them."""
+        return pack_rows(self.next, self.count)
 
     @property
     def min_tokens(self) -> int:
@@ -139,7 +147,7 @@ def build_tables(
         barred |= stuck
     if np.any(reached & (highest == UNREACHABLE)):
         raise TooLarge("with these tokens a counted string cannot be completed from every length; use the host matcher")
-    masks = state_masks(automaton, rows, vocabulary, budget.max_bytes)
+    masks = state_masks(automaton, rows, table, vocabulary, reached, budget.max_bytes)
     return _assemble(automaton, vocabulary, table, moves, masks, dist, reached, forced, budget)
 
 

@@ -4,6 +4,7 @@ A padded `[strings, longest]` array would be mostly padding: of 128 k tokens the
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,11 @@ class Trie:
     low: np.ndarray
     high: np.ndarray
     ends: np.ndarray
+
+    @functools.cached_property
+    def fanout(self) -> np.ndarray:
+        """int64 [nodes], children of each node."""
+        return np.diff(self.first_child).astype(np.int64)
 
     @property
     def num_nodes(self) -> int:
@@ -65,6 +71,24 @@ def build_trie(strings: Sequence[bytes]) -> Trie:
         high=high.astype(np.int32),
         ends=ends,
     )
+
+
+def join_tries(tries: Sequence[Trie]) -> tuple[Trie, np.ndarray]:
+    """Tries side by side, and int64, the root of each; ranks stay those of each trie.
+
+    A node that nothing leads to stands after each, so that `first_child` says where the last node's children end.
+    """
+    roots = np.cumsum([0] + [trie.num_nodes + 1 for trie in tries])[:-1]
+    pairs = list(zip(tries, roots, strict=True))
+    joined = Trie(
+        num_strings=sum(trie.num_strings for trie in tries),
+        byte=np.concatenate([np.append(trie.byte, np.uint8(0)) for trie in tries]),
+        first_child=np.concatenate([*(trie.first_child + root for trie, root in pairs), [0]]),
+        low=np.concatenate([np.append(trie.low, 0) for trie in tries]),
+        high=np.concatenate([np.append(trie.high, 0) for trie in tries]),
+        ends=np.concatenate([np.append(trie.ends, False) for trie in tries]),
+    )
+    return joined, roots
 
 
 def find_node(trie: Trie, prefix: bytes) -> int | None:

@@ -49,15 +49,6 @@ class Steps:
         return Steps(*(getattr(self, field.name)[places] for field in dataclasses.fields(self)))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Walk:
-    """Attributes: what whole strings do, and the places where the walk was told to stop, with the depth of each."""
-
-    edges: Steps
-    stops: Steps
-    stop_depth: np.ndarray
-
-
 def join_steps(parts: list[Steps]) -> Steps:
     """The steps of all parts, one after another."""
     if not parts:
@@ -67,11 +58,25 @@ def join_steps(parts: list[Steps]) -> Steps:
     return Steps(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Walk:
+    """Attributes: what whole strings do, and the places where the walk was told to stop, with the depth of each."""
+
+    edges: Steps
+    stops: Steps
+    stop_depth: np.ndarray
+
+
+# (origin, node, state) of every place of a level, and (left, ticks, count) as `Steps` has them where there are counters.
+_Columns = tuple[np.ndarray, ...]
+
+
 def walk(
     automaton: ByteAutomaton,
     trie: Trie,
     origins: np.ndarray,
     *,
+    nodes: np.ndarray | None = None,
     counts: np.ndarray | None = None,
     stop: Stop | None = None,
     visit: Visit | None = None,
@@ -83,6 +88,7 @@ def walk(
         automaton: with `Counters` or without.
         trie: of the strings.
         origins: int32 [O], states to start in.
+        nodes: int [O], where in the trie each starts; None is the root.
         counts: int32 [O], the counter at each origin, with which all limits are checked. None: it is not known; an
             origin inside a region then reports ticks, and its limits are checked by whoever knows the counter.
         stop: where to go no deeper.
@@ -93,55 +99,68 @@ def walk(
         TooLarge: there are more.
     """
     table, num_classes = automaton.next.ravel(), automaton.num_classes
-    symbol = automaton.byte_class[trie.byte].astype(np.int32)
+    symbol = automaton.byte_class[trie.byte].astype(np.int64)
     rules = None if automaton.counters is None else _CounterRules(automaton)
-    front = Steps(
-        origin=np.arange(len(origins), dtype=np.int32),
-        where=np.zeros(len(origins), np.int32),
-        state=origins.astype(np.int32),
-        left=np.ones(len(origins), bool) if rules is None or counts is not None else rules.region[origins] == 0,
-        ticks=np.zeros(len(origins), np.int32),
-        count=np.zeros(len(origins), np.int32) if counts is None else counts.astype(np.int32),
-    )
-    edges: list[Steps] = []
-    stops: list[Steps] = []
+    start = np.zeros(len(origins), np.int64) if nodes is None else nodes
+    front: _Columns = (np.arange(len(origins), dtype=np.int32), start, origins)
+    if rules is not None:
+        left = np.ones(len(origins), bool) if counts is not None else rules.region[origins] == 0
+        none = np.zeros(len(origins), np.int32)
+        front += (left, none, none if counts is None else counts.astype(np.int32))
+    edges: list[_Columns] = []
+    stops: list[_Columns] = []
     depths: list[np.ndarray] = []
     depth = 0
-    while len(front):
-        first = trie.first_child[front.where].astype(np.int64)
-        fanout = trie.first_child[front.where + 1] - first
-        total = int(fanout.sum())
+    while len(front[0]):
+        origin, node, state = front[:3]
+        fanout = trie.fanout[node]
+        ends = np.cumsum(fanout)
+        total = int(ends[-1])
         max_work -= total
         if max_work < 0:
             raise TooLarge("the token table takes too long to build; the host matcher serves such a grammar")
-        parent = np.repeat(np.arange(len(front)), fanout)
-        child = np.arange(total) + np.repeat(first - (np.cumsum(fanout) - fanout), fanout)
-        cell = (front.state.astype(np.int64) * num_classes)[parent] + symbol[child]
-        alive = np.flatnonzero(table[cell])
-        parent, child, cell = parent[alive], child[alive].astype(np.int32), cell[alive]
-        before, front = front, _advance(front, parent, child, table[cell], counted=rules is not None)
+        parent = np.repeat(np.arange(len(node)), fanout)
+        child = np.arange(total)
+        child += (trie.first_child[node] - (ends - fanout))[parent]
+        cell = (state.astype(np.int64) * num_classes)[parent]
+        cell += symbol[child]
+        after = table[cell]
+        alive = np.flatnonzero(after)
+        parent, child, after = parent[alive], child[alive], after[alive]
+        front = (origin[parent], child, after, *(column[parent] for column in front[3:]))
         if rules is not None:
-            front = rules.apply(before.state[parent], cell, front)
+            front = rules.apply(state[parent], cell[alive], front)
         depth += 1
         if visit is not None:
-            visit(front.origin, front.state, front.where)
+            visit(front[0], front[2], front[1])
         if stop is not None:
-            halt = stop(front.state, front.where)
-            stops.append(front.take(np.flatnonzero(halt)))
-            depths.append(np.full(len(stops[-1]), depth, np.int32))
-            front = front.take(np.flatnonzero(~halt))
-        ending = front.take(np.flatnonzero(trie.ends[front.where]))
-        edges.append(dataclasses.replace(ending, where=trie.low[ending.where]))
+            halt = stop(front[2], front[1])
+            stops.append(_take(front, np.flatnonzero(halt)))
+            depths.append(np.full(len(stops[-1][0]), depth, np.int32))
+            front = _take(front, np.flatnonzero(~halt))
+        edges.append(_take(front, np.flatnonzero(trie.ends[front[1]])))
+    result = _steps(edges)
     none = np.zeros(0, np.int32)
-    return Walk(join_steps(edges), join_steps(stops), np.concatenate(depths) if depths else none)
+    return Walk(
+        dataclasses.replace(result, where=trie.low[result.where]),
+        _steps(stops),
+        np.concatenate(depths) if depths else none,
+    )
 
 
-def _advance(front: Steps, parent: np.ndarray, child: np.ndarray, state: np.ndarray, *, counted: bool) -> Steps:
-    if counted:
-        return Steps(front.origin[parent], child, state, front.left[parent], front.ticks[parent], front.count[parent])
-    size = len(parent)  # nothing is counted: constants instead of gathers
-    zeros = np.zeros(size, np.int32)
-    return Steps(front.origin[parent], child, state, np.ones(size, bool), zeros, zeros)
+def _take(columns: _Columns, places: np.ndarray) -> _Columns:
+    return tuple(column[places] for column in columns)
+
+
+def _steps(parts: list[_Columns]) -> Steps:
+    """The places of all parts, one after another."""
+    if not parts:
+        return join_steps([])
+    origin, where, state, *counted = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if not counted:  # nothing is counted: constants
+        zeros = np.zeros(len(origin), np.int32)
+        counted = [np.ones(len(origin), bool), zeros, zeros]
+    return Steps(origin, where.astype(np.int32), state, *counted)
 
 
 class _CounterRules:
@@ -155,21 +174,23 @@ class _CounterRules:
         self.least = counters.limits[:, 0]
         self.most = counters.limits[:, 1]
 
-    def apply(self, source: np.ndarray, cell: np.ndarray, after: Steps) -> Steps:
+    def apply(self, source: np.ndarray, cell: np.ndarray, after: _Columns) -> _Columns:
         """Counts the transitions out of `source`, and drops those that a limit forbids."""
-        region, target = self.region[source], self.region[after.state]
+        origin, node, state, known, ticks, count = after
+        region, target = self.region[source], self.region[state]
+        if not region.any() and not target.any():  # most levels of most walks
+            return origin, node, state, known, ticks, np.zeros_like(count)
         tick = self.tick[cell]
         leaving = (region != 0) & (target != region)
         entering = tick == ENTER
         assert not np.any(entering & (region == target)), "a region is entered from inside itself"
         assert not np.any((tick == TICK) & (region != target)), "a tick crosses the border of a region"
-        known = after.left
-        alive = ~(known & leaving & (after.count < self.least[region]))
+        alive = ~(known & leaving & (count < self.least[region]))
         left = known | leaving
-        count = np.where(entering | (leaving & ~known), 0, after.count) + (tick == TICK)
+        count = np.where(entering | (leaving & ~known), 0, count) + (tick == TICK)
         most = np.where(known, self.most[target], np.minimum(self.most[target], MAX_TICKS))
         alive &= (tick != TICK) | (count <= most)
-        ticks = np.where(left, after.ticks, count)
-        count = np.where(target == 0, 0, count)
-        moved = Steps(after.origin, after.where, after.state, left, ticks, count.astype(np.int32))
-        return moved if alive.all() else moved.take(np.flatnonzero(alive))
+        ticks = np.where(left, ticks, count)
+        count = np.where(target == 0, 0, count).astype(np.int32)
+        moved = (origin, node, state, left, ticks, count)
+        return moved if alive.all() else _take(moved, np.flatnonzero(alive))

@@ -49,7 +49,7 @@ def test_setup_writes_every_field() -> None:
         frequency_penalty=-0.5, presence_penalty=0.25, logit_bias={8: 1.5, 2: -3.0}, allowed_token_ids=(0, 31, 32, 69),
         logprobs=0,
     )  # fmt: skip
-    r = dataclasses.replace(r, grammar=GrammarPlace(states=2, transitions=3, classes=4, num_classes=5), grammar_state=6)
+    r = dataclasses.replace(r, grammar=GrammarPlace(states=2, transitions=3, classes=4), grammar_state=6)
     got = entry(setup(fresh(), (1, r)), 1)
     pad = lambda ids, length: list(ids) + [NO_TOKEN] * (length - len(ids))  # noqa: E731
     scalars = {
@@ -60,7 +60,7 @@ def test_setup_writes_every_field() -> None:
     assert scalars == dict(
         prompt_len=3, max_total_len=33, min_total_len=9, temperature=0.25, top_k=11, top_p=0.75, min_p=0.125,
         repetition=1.5, frequency=-0.5, presence=0.25, child=5, wants_logprobs=True, has_allowed=True,
-        grammar_states=2, grammar_transitions=3, grammar_classes=4, grammar_num_classes=5, grammar_state=6, grammar_count=0,
+        grammar_states=2, grammar_transitions=3, grammar_classes=4, grammar_state=6, grammar_count=0,
     )  # fmt: skip
     assert got["seed"].tolist() == [2**8, 17]
     assert got["stop_ids"].tolist() == pad((7, 9), MAX_STOP_IDS)

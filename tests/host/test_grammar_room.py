@@ -11,7 +11,7 @@ from jaxkv.grammar.room import GrammarRoom, Ranges
 from jaxkv.grammar.tables import build_tables
 from jaxkv.grammar.vocabulary import make_vocabulary
 from jaxkv.grammar.windows import address
-from jaxkv.grammar_layout import MASK
+from jaxkv.grammar_layout import FIRST, MASK, STATE_COLUMNS
 
 VOCABULARY = make_vocabulary([bytes([i]) for i in range(97, 123)] + [b"ab", b"cd", b"abc", b""], size=30)
 MAX_ROWS = 4
@@ -41,7 +41,7 @@ def test_any_sequence_of_pins(operations: list[tuple[int, bool]]) -> None:
     sizes = GrammarSizes(num_grammars=3, num_states=40, num_transitions=250, num_lookups=90, num_masks=24)
     room, pins = GrammarRoom(sizes, MAX_ROWS), dict.fromkeys(range(len(GRAMMARS)), 0)
     masks, lookups = np.zeros((200, 1), np.uint32), np.zeros(500, np.int64)
-    states, transitions = np.zeros((200, 12), np.int64), np.zeros(2000, np.int64)
+    states, transitions = np.zeros((200, STATE_COLUMNS), np.int64), np.zeros(2000, np.int64)
     for index, is_pin in operations:
         if not is_pin and pins[index]:
             room.unpin(GRAMMARS[index])
@@ -64,7 +64,9 @@ def test_any_sequence_of_pins(operations: list[tuple[int, bool]]) -> None:
             for state in range(tables.num_states):
                 at = lookups[address(own[:, MASK : MASK + 5].astype(np.int32), state, 0)]
                 assert (masks[at] == tables.masks[tables.mask_of[address(tables.mask_windows, state, 0)]]).all()
-            assert (transitions[place.transitions :][: tables.next.size] == tables.next.reshape(-1)).all()
+            state, token_class = np.nonzero(tables.next)
+            cells = place.transitions + own[state, FIRST] + token_class
+            assert (transitions[cells] == tables.next[state, token_class]).all()
 
 
 def test_what_can_never_fit_is_said() -> None:

@@ -11,7 +11,7 @@ from jaxkv.grammar import algebra
 from jaxkv.grammar.automaton import ByteAutomaton
 from jaxkv.grammar.chars import json_escape
 from jaxkv.grammar.errors import TooLarge, UnsupportedSchema
-from jaxkv.grammar.literals import choice
+from jaxkv.grammar.literals import without
 from jaxkv.grammar.schema.formula import STRING, Formula, Pool
 from jaxkv.grammar.schema.normal import Clause
 from jaxkv.grammar.schema.unsupported import refuse
@@ -164,7 +164,7 @@ def name_classes(values, plan: ObjectPlan) -> list[NameClass]:
         everything = algebra.intersection(everything, values.names(formula), budget)
     known = [json_escape(name) for name in plan.named]
     if known:
-        everything = algebra.difference(everything, choice(known), budget)
+        everything = without(everything, known)
     patterns = [automaton for group in plan.groups for automaton, _ in group.patterns]
     patterns += [automaton for want in plan.wanted for automaton in want.patterns]
     patterns += [want.meant for want in plan.wanted if want.meant is not None]

@@ -7,9 +7,7 @@ import numpy as np
 from jaxkv.grammar import algebra
 from jaxkv.grammar.automaton import ENTER, TICK, ByteAutomaton, Counters
 from jaxkv.grammar.budget import Budget
-from jaxkv.grammar.determinise import determinise
 from jaxkv.grammar.errors import TooLarge
-from jaxkv.grammar.graph import FINAL, Graph
 from jaxkv.grammar.minimise import FAR, minimise
 from jaxkv.grammar.regex import json_whole
 from jaxkv.grammar.schema.formula import Formula
@@ -59,10 +57,7 @@ def content(formula: Formula, budget: Budget) -> ByteAutomaton:
 
 def quoted(automaton: ByteAutomaton) -> ByteAutomaton:
     """The JSON strings with these contents."""
-    budget = Budget(states=automaton.num_states + 8, work=4 * automaton.num_states + 64)
-    graph = Graph(budget)
-    start = graph.literal(b'"', graph.embed(automaton, graph.literal(b'"', FINAL)))
-    return determinise(graph, start)
+    return minimise(quoted_table(automaton))
 
 
 @functools.lru_cache(maxsize=512)

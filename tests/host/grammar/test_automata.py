@@ -13,7 +13,8 @@ from jaxkv.grammar.budget import Budget
 from jaxkv.grammar.determinise import determinise
 from jaxkv.grammar.errors import TooLarge
 from jaxkv.grammar.graph import FINAL, Graph
-from jaxkv.grammar.literals import choice
+from jaxkv.grammar.hashing import number_rows
+from jaxkv.grammar.literals import choice, without
 from jaxkv.grammar.minimise import minimise
 
 TEXTS = [bytes(text) for length in range(6) for text in itertools.product(b"ab", repeat=length)]
@@ -124,3 +125,17 @@ def test_a_budget_is_kept():
         choice(["abcdefghijkl"], Budget(states=8))
     with pytest.raises(TooLarge, match="nondeterministic"):
         choice(["abcdefghijkl"], Budget(work=8))
+
+
+@given(tables(), st.lists(st.sampled_from(TEXTS), max_size=6))
+def test_without_some_texts_is_the_difference_from_their_choice(automaton: ByteAutomaton, texts: list[bytes]) -> None:
+    made = without(automaton, texts)
+    slow = algebra.difference(automaton, choice(texts))
+    assert algebra.equivalent(made, slow) and made.num_states == slow.num_states
+
+
+def test_rows_are_numbered_by_first_place_and_told_apart_by_any_bit() -> None:
+    top, odd = np.uint64(1 << 63), np.uint64(1)
+    rows = np.array([[0, 0], [top, top], [0, 0], [top, 0], [odd, 0], [0, odd], [top, top]], np.uint64)
+    number, first = number_rows(rows)
+    assert number.tolist() == [0, 1, 0, 2, 3, 4, 1] and first.tolist() == [0, 1, 3, 4, 5]
