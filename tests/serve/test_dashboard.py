@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import json
 import shutil
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxkv import LLM
+from jaxkv.cli.command import main
 from tests.serve.stage import NAME, LiveServer, begun, wait_until
 
 BODY = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
@@ -93,6 +95,26 @@ def test_nothing_is_recorded_when_nobody_looks(tiny_llm: LLM, monkeypatch: pytes
         server.get("/dashboard/state")
         assert tiny_llm._engine.recorder is not None
         wait_until(lambda: tiny_llm._engine.recorder is None)
+
+
+def test_the_command_writes_the_trace_of_a_running_server(
+    tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAXKV_API_KEY", raising=False)
+    with LiveServer(tiny_llm, api_keys=("secret",)) as server:
+        key, path = {"Authorization": "Bearer secret"}, tmp_path / "trace.json"
+        server.get("/dashboard/state", headers=key)  # somebody looks
+        server.post("/v1/completions", BODY, headers=key)
+        wanted = server.get("/trace", headers=key).json()
+        command = ["trace", "--url", f"{server.url}/", "--seconds", "0", "-o", str(path)]
+        assert main([*command, "--api-key", "secret"]) == 0
+        assert json.loads(path.read_text()) == wanted and len(wanted["traceEvents"]) > 5
+        assert "https://ui.perfetto.dev" in capsys.readouterr().err
+        monkeypatch.setenv("JAXKV_API_KEY", "wrong")
+        assert main(command) == 2 and "answers 401" in capsys.readouterr().err
+    assert main(command) == 1 and "refused" in capsys.readouterr().err
+    for flags, told in (("--url localhost:1", "must begin with http"), ("--seconds -1", "--seconds -1")):
+        assert main(["trace", *flags.split()]) == 2 and told in capsys.readouterr().err
 
 
 def test_the_data_needs_a_key_where_there_are_keys(tiny_llm: LLM) -> None:
