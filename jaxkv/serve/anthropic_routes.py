@@ -20,8 +20,7 @@ async def messages(request: Request) -> Response:
     handles = await service.begin([made], texts=[None], stream=fields.stream, headers=request.headers, user=user)
     (handle,) = handles
     if fields.stream:
-        pieces = events(handle, service.name, holds_text=fields.shown_tools() is not None)
-        return EventStream(pieces, lambda: service.end(handles))
+        return EventStream(events(handle, service.name), lambda: service.end(handles))
     try:
         output = await until_disconnect(request.receive, handle.result())
     finally:

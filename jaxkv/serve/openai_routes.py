@@ -34,7 +34,6 @@ async def chat_completions(request: Request) -> Response:
             is_chat=True,
             with_usage=fields.wants_usage,
             writer=writer,
-            holds_text=bool(fields.tools) and fields.tool_choice != "none",
         )
         return await _stream(service, request, fields, [made], [None], plan)
     (output,) = await _run(service, request, fields, [made], [None])
