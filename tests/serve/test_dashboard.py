@@ -134,10 +134,11 @@ def test_the_page_asks_nobody_else(tiny_llm: LLM) -> None:
 
 def test_the_page_in_chromium(tiny_llm: LLM, tmp_path: Path) -> None:
     """What a person sees: cards, rows, the pool in colours, a request's timeline after a click; and no error."""
-    playwright = pytest.importorskip("playwright.sync_api")
+    how = "run: pip install 'jaxkv[browser]', and install Chromium (Debian: apt install chromium)"
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"there is no playwright; {how}")
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     if chromium is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip(f"there is no Chromium; {how}")
     with LiveServer(tiny_llm) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         step = tiny_llm.step
         tiny_llm.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]  (long enough to be seen)
@@ -149,6 +150,7 @@ def test_the_page_in_chromium(tiny_llm: LLM, tmp_path: Path) -> None:
                 page.on("pageerror", lambda error: errors.append(str(error)))
                 page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
                 page.goto(f"{server.url}/dashboard")
+                wait_until(lambda: tiny_llm._engine.recorder is not None)  # or the first steps are not seen
                 busy = pool.submit(load, server, 9)
                 page.wait_for_selector("#running tr")
                 page.wait_for_selector("#waiting tr")
