@@ -18,10 +18,18 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out.
         continues: the ids go on from a text (a completion of a prompt) rather than start one, so that a leading space
             is part of the output: "The capital of France is" + " Paris". Only sentencepiece-like vocabularies care.
+        keep: special tokens that are shown all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
-        self._bytes = TokenBytes(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        keep: Iterable[str] = (),
+    ) -> None:
+        self._bytes = TokenBytes(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues, keep=keep)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
 
     def feed(self, token_ids: Iterable[int]) -> str:

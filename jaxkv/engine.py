@@ -223,6 +223,9 @@ class Engine:
         for request_id in committed.admitted:
             if request_id in self._builders:
                 self._builders[request_id].admitted(dispatched_s)
+        for seq, chunk in committed.chunks:
+            if chunk.samples and seq.child == 0 and (builder := self._builders.get(seq.request.request_id)) is not None:
+                builder.prompt_computed(seq.cached_tokens, seq.cache_written_tokens)
         for scores in committed.scores:
             self._builders[scores.request_id].score(scores)
         for tokens in committed.watched_tokens():

@@ -13,6 +13,7 @@ from jaxkv.request import Completion, FinishReason, Request, RequestMetrics, Req
 from jaxkv.stop_strings import StopMatch, StopMatcher
 from jaxkv.structured import ToolCalls, Triggered
 from jaxkv.tokenizer import Tokenizer
+from jaxkv.tool_formats import SPECIAL_TEXTS
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON does not have; OpenAI's API and vLLM write the same
 
@@ -24,8 +25,10 @@ class CompletionText:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
+        # Calls of tools are found by their tags, which may be special tokens.
+        keep = SPECIAL_TEXTS if isinstance(params.structured, ToolCalls) else ()
         self._detokenizer = (
-            Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, continues=True)
+            Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, continues=True, keep=keep)
             if tokenizer
             else None
         )
@@ -74,6 +77,9 @@ class Piece:
     num_tokens: int  # that became known; their text may still be held back
     logprobs: tuple[TokenLogprobs, ...] = ()  # of tokens whose text is out, if they were asked for
     completion: Completion | None = None  # with the last piece
+    # Of the request's prompt, as far as it is known with its first token; see `RequestOutput`.
+    cached_tokens: int = 0
+    cache_written_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -133,6 +139,10 @@ class OutputBuilder:
         if self.request.params.logprobs is not None:
             child.logprobs += token_logprobs(tokens, self.request.params.logprobs)
         return child.text.match
+
+    def prompt_computed(self, cached_tokens: int, cache_written_tokens: int) -> None:
+        """Takes what the cache had of the prompt, and got."""
+        self._cached_tokens, self._written_tokens = cached_tokens, cache_written_tokens
 
     def score(self, scores: Scores) -> None:
         """Takes log-probabilities of prompt tokens `scores.start + 1 ..`."""
@@ -199,7 +209,8 @@ class OutputBuilder:
         elif child.text.is_holding:  # a stop string may yet take these tokens away
             logprobs = logprobs[: child.num_shown]
         shown, child.num_shown = tuple(logprobs[child.num_shown :]), len(logprobs)
-        return Piece(index, text, num_tokens, shown, child.completion)
+        cached, written = self._cached_tokens, self._written_tokens
+        return Piece(index, text, num_tokens, shown, child.completion, cached, written)
 
     def _show(self, index: int, text: str) -> None:
         if text:
@@ -248,7 +259,7 @@ class OutputBuilder:
         extra = after_decoding(
             form,
             text,
-            lambda: tokenizer.decode(output, skip_special_tokens=False),
+            lambda: _raw_text(tokenizer, output),
             f"{self.request.request_id}/{child}",
         )
         return FinishReason.TOOL_CALLS if extra.get("tool_calls") else reason, extra
@@ -274,6 +285,12 @@ class OutputBuilder:
                 num_preemptions=self._num_preemptions,
             ),
         )
+
+
+def _raw_text(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> str:
+    """The text of a completion with all special tokens."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, continues=True)
+    return detokenizer.feed(token_ids) + detokenizer.flush()
 
 
 def token_logprobs(tokens: NewTokens, num_top: int) -> list[TokenLogprobs]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from jaxkv.request import ToolCall
+from jaxkv.request import Completion, ToolCall
 from jaxkv.structured import ToolCalls
 
 
@@ -47,6 +47,56 @@ def format_of(templates: Iterable[str]) -> str:
     """The name of the format that a model's chat templates show; "smollm2" if they show none."""
     text = "\n".join(templates)
     return next((each.name for each in FORMATS if any(mark in text for mark in each.marks)), "smollm2")
+
+
+class TextBeforeCalls:
+    """What of a growing output can be shown: the text before its calls of tools.
+
+    Text is held back only while it may be the beginning of a call; the rest is known at the end.
+
+    Args:
+        form: with its format.
+    """
+
+    def __init__(self, form: ToolCalls) -> None:
+        trigger = BY_NAME[form.format].trigger
+        self._begins = (trigger,) if trigger else ("{", PYTHON_TAG)
+        self._is_anywhere = bool(trigger)  # else a call is the whole output
+        self._held: str | None = ""  # None: nothing more is shown
+        self._num_shown = 0
+
+    def feed(self, piece: str) -> str:
+        """Takes text, special ones of `SPECIAL_TEXTS` included; returns what can be shown of it and of earlier pieces."""
+        if self._held is None:
+            return ""
+        if self._num_shown and not self._is_anywhere:
+            self._num_shown += len(piece)
+            return piece
+        text = self._held + piece
+        end = self._end(text)
+        is_call = end < len(text) and any(text.startswith(begin, end) for begin in self._begins)
+        self._held = None if is_call else text[end:]
+        self._num_shown += end
+        return text[:end]
+
+    def rest(self, whole: str) -> str:
+        """What was not shown of all text that an output turned out to have beside its calls."""
+        return whole[self._num_shown :]
+
+    def _end(self, text: str) -> int:
+        """Where a call begins, or may begin."""
+        starts = range(len(text)) if self._is_anywhere else range(min(len(text), 1))
+        may_begin = (
+            start
+            for start in starts
+            if any(text.startswith(begin, start) or begin.startswith(text[start:]) for begin in self._begins)
+        )
+        return next(may_begin, len(text))
+
+
+def text_beside_calls(completion: Completion) -> str:
+    """What a client reads as the answer's text."""
+    return (completion.content or "") if completion.tool_calls else completion.text
 
 
 def read_calls(form: ToolCalls, text: str, id_seed: str) -> tuple[tuple[ToolCall, ...], str]:

@@ -4,9 +4,10 @@
     python scripts/bench_serve.py crowd -m smollm2 --clients 64 --seconds 120
 
 `overhead` does the same work (same prompts, same seeds) through the engine alone, in the server's own process and thread,
-and through HTTP with streaming clients, in turns; it prints both rates and their ratio. `crowd` lets clients stream, a third
-of which hang up at random, checks each stream against what the engine alone says, and looks at pages and memory.
-Prints one JSON line.
+and through HTTP with streaming clients, in turns; it prints both rates, processor seconds and steps, and their ratios. `crowd`
+lets clients stream, a third of which hang up at random, checks each stream against what the engine alone says, and looks at
+pages and memory. Both compile everything first: clients that come one by one meet sizes that the engine alone does not, and
+a program takes longer to compile than a round. Prints one JSON line.
 """
 
 import argparse
@@ -116,7 +117,8 @@ async def overhead(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
     from jaxkv.serve.limits import ServeConfig
     from jaxkv.serve.service import Service
 
-    llm = LLM.load(args.model, **load_arguments(build_parser().parse_args(["serve", args.model, *load])))
+    options = build_parser().parse_args(["serve", args.model, "--warm-up", *load])
+    llm = LLM.load(args.model, **load_arguments(options))
     service = Service(llm, ServeConfig(names=("x",)))
     config = uvicorn.Config(make_app(service), log_config=None, access_log=False, port=0)
     server = uvicorn.Server(config)
@@ -138,12 +140,20 @@ async def overhead(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"engine": [], "http": []}
     cpu_s: dict[str, list[float]] = {"engine": [], "http": []}  # of this process, which other work cannot slow down
     loop_s: list[float] = []  # of the event loop's thread alone, while HTTP is served
+    steps: dict[str, list[int]] = {"engine": [], "http": []}
+
+    async def count_steps() -> int:
+        return (await service.engine.call(llm.stats)).num_steps
+
     wanted = await service.engine.call(alone)
-    for _ in range(args.rounds + 1):  # the first one compiles
+    num_compiles = (await service.engine.call(llm.stats)).num_compiles
+    for _ in range(args.rounds):
+        num_steps = await count_steps()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         assert await service.engine.call(alone) == wanted
         rates["engine"].append(args.requests * args.max_tokens / (time.perf_counter() - start_s))
         cpu_s["engine"].append(time.process_time() - start_cpu_s)
+        steps["engine"].append(-num_steps + (num_steps := await count_steps()))
         await service.engine.call(llm.clear_prefix_cache)
         start_cpu_s, start_loop_s = time.process_time(), time.thread_time()
         # The clients are a process of their own, as clients are.
@@ -157,15 +167,17 @@ async def overhead(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
         rates["http"].append(args.requests * args.max_tokens / told["seconds"])
         cpu_s["http"].append(time.process_time() - start_cpu_s)
         loop_s.append(time.thread_time() - start_loop_s)
+        steps["http"].append(await count_steps() - num_steps)
+    assert (await service.engine.call(llm.stats)).num_compiles == num_compiles, "something was compiled in between"
     server.should_exit = True
     await running
-    rounds = {name: [round(each, 2) for each in values[1:]] for name, values in rates.items()}
-    used = {name: [round(each, 2) for each in values[1:]] for name, values in cpu_s.items()}
+    rounds = {name: [round(each, 2) for each in values] for name, values in rates.items()}
+    used = {name: [round(each, 2) for each in values] for name, values in cpu_s.items()}
     ratio = statistics.median(http / engine for engine, http in zip(rounds["engine"], rounds["http"], strict=True))
-    cpu = statistics.median(used["http"]) / statistics.median(used["engine"])
+    cpu = [round(http / engine - 1, 4) for engine, http in zip(used["engine"], used["http"], strict=True)]
     return {
-        "tokens_per_s": rounds, "cpu_s": used, "loop_cpu_s": [round(each, 3) for each in loop_s[1:]],
-        "overhead": round(1 - ratio, 4), "cpu_overhead": round(cpu - 1, 4),
+        "tokens_per_s": rounds, "cpu_s": used, "steps": steps, "loop_cpu_s": [round(each, 3) for each in loop_s],
+        "overhead": round(1 - ratio, 4), "cpu_overhead": cpu,
     }  # fmt: skip
 
 
@@ -180,7 +192,7 @@ async def clients(args: argparse.Namespace) -> dict[str, Any]:
 
 async def crowd(args: argparse.Namespace, load: list[str]) -> dict[str, Any]:
     """Many clients for a while; what is wrong raises."""
-    server = ServerProcess([args.model, *load])
+    server = ServerProcess([args.model, "--warm-up", *load])
     try:
         bodies = make_bodies(16, args.max_tokens)
         wanted = [await stream(server, body) for body in bodies]  # each alone

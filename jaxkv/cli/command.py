@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxkv
-from jaxkv.cli import batch, bench, cache, chat, convert, generate, plan, serve
+from jaxkv.cli import batch, bench, cache, chat, convert, generate, plan, serve, trace
 from jaxkv.errors import JaxkvError
 
 EXIT_FAILED = 1
@@ -51,6 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxkv {jaxkv.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, chat, serve, batch, convert, bench, plan, cache):
+    for module in (generate, chat, serve, batch, trace, convert, bench, plan, cache):
         module.add_parser(subparsers)
     return parser

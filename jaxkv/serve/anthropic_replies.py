@@ -1,13 +1,16 @@
 """Anthropic's answers, whole and as streams, from `RequestOutput`."""
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from jaxkv.outputs import Piece
 from jaxkv.request import Completion, FinishReason, RequestOutput
 from jaxkv.serve.engine_thread import Handle
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.sse import named_event, to_json
+from jaxkv.structured import ToolCalls
+from jaxkv.tool_formats import TextBeforeCalls, text_beside_calls
 
 
 def usage(output: RequestOutput) -> dict[str, Any]:
@@ -39,25 +42,27 @@ def check(completion: Completion) -> None:
         raise ApiError(504, "the time for this request was over before its answer was complete")
 
 
-async def events(handle: Handle, model: str, *, holds_text: bool) -> AsyncGenerator[bytes, None]:
-    """The events of a stream.
-
-    What the cache held of the prompt is told at the end, as the final usage: it is known only when the prompt is computed.
+async def events(handle: Handle, model: str) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; the first one comes with the first token, for it tells what the cache held of the prompt.
 
     Args:
         handle: of the request.
         model: its name.
-        holds_text: the text may turn out to be calls of tools: it is shown at its end.
     """
-    start = {"input_tokens": len(handle.request.prompt_token_ids), "output_tokens": 0}
-    yield named_event("message_start", {"type": "message_start", "message": {**_empty(model), "usage": start}})
+    form = handle.request.params.structured
+    before_calls = TextBeforeCalls(form) if isinstance(form, ToolCalls) else None
+    pieces = await handle.pieces()
+    yield _message_start(handle, pieces, model)
     is_open = False
-    while pieces := await handle.pieces():
-        text = "" if holds_text else "".join(piece.text for piece in pieces)
+    while pieces:
+        text = "".join(piece.text for piece in pieces)
+        if before_calls is not None:
+            text = before_calls.feed(text)
         if text:
             opening = b"" if is_open else _open_block(0, {"type": "text", "text": ""})
             is_open = True
             yield opening + _delta(0, {"type": "text_delta", "text": text})
+        pieces = await handle.pieces()
     output = handle.output
     assert output is not None
     try:
@@ -65,11 +70,23 @@ async def events(handle: Handle, model: str, *, holds_text: bool) -> AsyncGenera
     except ApiError as error:
         yield named_event("error", error.anthropic())
         return
-    data = _close_block(0) if is_open else b""
-    if holds_text:
-        data = b"".join(_whole_block(index, block) for index, block in enumerate(_blocks(output.outputs[0])))
+    blocks, data = _blocks(output.outputs[0]), b""
+    if is_open:
+        rest = before_calls.rest(blocks[0]["text"]) if before_calls is not None else ""
+        data = (_delta(0, {"type": "text_delta", "text": rest}) if rest else b"") + _close_block(0)
+    data += b"".join(_whole_block(index, block) for index, block in enumerate(blocks) if index or not is_open)
     delta = {"type": "message_delta", "delta": _stop(output), "usage": usage(output)}
     yield data + named_event("message_delta", delta) + named_event("message_stop", {"type": "message_stop"})
+
+
+def _message_start(handle: Handle, pieces: Sequence[Piece], model: str) -> bytes:
+    cached = max((piece.cached_tokens for piece in pieces), default=0)
+    written = max((piece.cache_written_tokens for piece in pieces), default=0)
+    start = {
+        "input_tokens": len(handle.request.prompt_token_ids) - cached - written,
+        "cache_creation_input_tokens": written, "cache_read_input_tokens": cached, "output_tokens": 0,
+    }  # fmt: skip
+    return named_event("message_start", {"type": "message_start", "message": {**_empty(model), "usage": start}})
 
 
 def _empty(model: str) -> dict[str, Any]:
@@ -80,10 +97,12 @@ def _empty(model: str) -> dict[str, Any]:
 
 
 def _blocks(completion: Completion) -> list[dict[str, Any]]:
-    calls = completion.tool_calls
-    text = (completion.content or "") if calls else completion.text
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-    return blocks + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in calls]
+    text = text_beside_calls(completion)
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in completion.tool_calls
+    ]
+    return [{"type": "text", "text": text}, *calls] if text else calls
 
 
 def _stop(output: RequestOutput) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from jaxkv.serve.sse import EventStream, until_disconnect
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config.max_body_bytes)
-    fields, made = await service.in_thread(_prepare, service, body)
+    fields, made = await service.make(_prepare, body)
     user = None if fields.metadata is None else fields.metadata.user_id
     handles = await service.begin([made], texts=[None], stream=fields.stream, headers=request.headers, user=user)
     (handle,) = handles
     if fields.stream:
-        pieces = events(handle, service.name, holds_text=fields.shown_tools() is not None)
-        return EventStream(pieces, lambda: service.end(handles))
+        return EventStream(events(handle, service.name), lambda: service.end(handles))
     try:
         output = await until_disconnect(request.receive, handle.result())
     finally:

@@ -7,12 +7,13 @@ cost more than the step's own host work.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxkv.outputs import OutputBuilder, Piece
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOP_TURNS = 3  # of the event loop, from a connection that waits to a request being made: accept, read, begin
 SNAPSHOT_S = 0.1  # seconds between looks at the engine's numbers while it is busy
 
 Result = TypeVar("Result")
@@ -87,6 +89,7 @@ class EngineThread:
         self._active: dict[str, tuple[Handle, OutputBuilder]] = {}  # touched by the thread only
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._is_closing = False
+        self._num_coming = 0  # requests being made, see `coming`; changed on the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None
         self._snapshot_s = time.monotonic()
         self.stats: Stats = llm.stats()  # at most SNAPSHOT_S and a step old
@@ -100,6 +103,16 @@ class EngineThread:
         """Starts the thread; its news go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    @contextlib.contextmanager
+    def coming(self) -> Iterator[None]:
+        """In here requests are made that are submitted right after: an engine that begins to work waits for them."""
+        assert self._loop is not None
+        self._num_coming += 1
+        try:
+            yield
+        finally:  # after what runs until the next `await`, which submits them
+            self._loop.call_soon(self._came)
 
     async def submit(self, handles: Sequence[Handle]) -> None:
         """Queues all of these requests, or none.
@@ -159,14 +172,44 @@ class EngineThread:
 
     def _carry_out_commands(self) -> None:
         """All that are there; waits for one where there is nothing else to do."""
-        if not self._llm.is_busy and self._inbox.empty():
+        was_idle = not self._llm.is_busy
+        if was_idle and self._inbox.empty():
             self._look()
             self._inbox.get()()
+        self._drain()
+        if was_idle and self._llm.is_busy:
+            self._gather()
+
+    def _drain(self) -> None:
         try:
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
+
+    def _gather(self) -> None:
+        """Nothing runs yet: what arrives together with the first request joins its step.
+
+        Else the first of a burst has a step of its own, and the others make one more: a step costs the same for one prompt
+        as for as many as it has room for.
+        """
+        num_before = 0
+        while not self._is_closing and len(self._active) < self._llm.max_rows:
+            if self._num_coming:
+                self._inbox.get()()  # `submit`, or `_came`
+            elif len(self._active) != num_before:  # there may be more that the event loop has not looked at
+                num_before = len(self._active)
+                self._turn_loop()
+            else:
+                return
+
+    def _turn_loop(self) -> None:
+        """Lets the event loop read what its sockets have, and begin with it, while commands are carried out."""
+        assert self._loop is not None
+        turned = threading.Event()
+        self._loop.call_soon_threadsafe(self._turn_again, _LOOP_TURNS, turned)
+        while not turned.is_set():
+            self._inbox.get()()
 
     def _add_all(self, handles: Sequence[Handle]) -> None:
         added: list[str] = []
@@ -207,10 +250,25 @@ class EngineThread:
 
     # --- on the event loop -------------------------------------------------------------------------------------------
 
+    def _came(self) -> None:
+        self._num_coming -= 1
+        self._inbox.put(_nothing)
+
+    def _turn_again(self, num: int, turned: threading.Event) -> None:
+        assert self._loop is not None
+        if num > 1:
+            self._loop.call_soon(self._turn_again, num - 1, turned)
+        else:
+            self._inbox.put(turned.set)
+
     def _deliver(self, news: list[tuple[Handle, list[Piece], RequestOutput | None]]) -> None:
         for handle, pieces, output in news:
             self._on_news(handle, pieces, output)
             handle.receive(pieces, output)
+
+
+def _nothing() -> None:
+    """Wakes the thread up."""
 
 
 def _carry_out(work: Callable[[], Result], future: "concurrent.futures.Future[Result]") -> None:

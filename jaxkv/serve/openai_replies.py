@@ -10,6 +10,7 @@ from jaxkv.detokenizer import Detokenizer
 from jaxkv.request import Completion, FinishReason, RequestOutput, TokenLogprobs
 from jaxkv.serve.errors import ApiError
 from jaxkv.tokenizer import Tokenizer
+from jaxkv.tool_formats import text_beside_calls
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
@@ -55,10 +56,10 @@ def tool_calls(completion: Completion) -> list[dict[str, Any]]:
 
 def message(completion: Completion) -> dict[str, Any]:
     """The message of a chat's answer."""
+    text = text_beside_calls(completion)
     if calls := tool_calls(completion):
-        content = completion.content
-        return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
-    return {"role": "assistant", "content": completion.text, "refusal": None}
+        return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}
+    return {"role": "assistant", "content": text, "refusal": None}
 
 
 class LogprobWriter:

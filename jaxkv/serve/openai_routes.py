@@ -26,7 +26,7 @@ MakeWriter = Callable[[], LogprobWriter]
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config.max_body_bytes)
-    fields, made = await service.in_thread(_prepare_chat, service, body)
+    fields, made = await service.make(_prepare_chat, body)
     writer = _writer(service, fields) if fields.logprobs else None
     if fields.stream:
         plan = StreamPlan(
@@ -34,7 +34,6 @@ async def chat_completions(request: Request) -> Response:
             is_chat=True,
             with_usage=fields.wants_usage,
             writer=writer,
-            holds_text=bool(fields.tools) and fields.tool_choice != "none",
         )
         return await _stream(service, request, fields, [made], [None], plan)
     (output,) = await _run(service, request, fields, [made], [None])
@@ -57,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.config.max_body_bytes)
-    fields, made, texts = await service.in_thread(_prepare_completions, service, body)
+    fields, made, texts = await service.make(_prepare_completions, body)
     writer = _writer(service, fields, echo=fields.echo) if fields.logprobs is not None else None
     if fields.stream:
         plan = StreamPlan(

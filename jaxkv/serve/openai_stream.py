@@ -11,6 +11,8 @@ from jaxkv.serve.errors import ApiError
 from jaxkv.serve.merge import merged
 from jaxkv.serve.openai_replies import LogprobWriter, tool_calls, usage
 from jaxkv.serve.sse import data_event
+from jaxkv.structured import Form, ToolCalls
+from jaxkv.tool_formats import TextBeforeCalls, text_beside_calls
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,14 +25,14 @@ class StreamPlan:
     is_chat: bool
     with_usage: bool
     writer: Callable[[], LogprobWriter] | None  # makes one for each completion; None: no log-probabilities
-    holds_text: bool = False  # the text may turn out to be tool calls: it is shown at its end
     echoes: Sequence[str] = ()  # what the completions of each prompt begin with
 
 
 async def events(plan: StreamPlan, handles: Sequence[Handle]) -> AsyncGenerator[bytes, None]:
     """The events of one HTTP request, over all its prompts and completions."""
     num = handles[0].request.params.n
-    choices = [_Choice(plan, index, index // num) for index in range(num * len(handles))]
+    forms = [handle.request.params.structured for handle in handles]
+    choices = [_Choice(plan, index, index // num, forms[index // num]) for index in range(num * len(handles))]
     if opening := b"".join(choice.opening() for choice in choices):
         yield opening
     async for which, pieces in merged(handles):
@@ -58,11 +60,12 @@ def _error(completion: Completion | None) -> ApiError | None:
 class _Choice:
     """One completion of a stream."""
 
-    def __init__(self, plan: StreamPlan, index: int, prompt: int) -> None:
+    def __init__(self, plan: StreamPlan, index: int, prompt: int, form: Form | None) -> None:
         self._plan = plan
         self._index = index
         self._echo = plan.echoes[prompt] if plan.echoes else ""
         self._writer = plan.writer() if plan.writer else None
+        self._shown = TextBeforeCalls(form) if isinstance(form, ToolCalls) else None
 
     def opening(self) -> bytes:
         """What comes before all text."""
@@ -75,8 +78,9 @@ class _Choice:
         done = piece.completion
         text, logprobs = piece.text, self._logprobs(piece)
         calls = tool_calls(done) if done is not None else []
-        if self._plan.holds_text:
-            text = "" if done is None else (done.content or "") if calls else done.text
+        if self._shown is not None:
+            text = self._shown.feed(text)
+            text += self._shown.rest(text_beside_calls(done)) if done is not None else ""
         data = b""
         if text or logprobs is not None:
             data += self._chunk({**self._text(text), "logprobs": logprobs})

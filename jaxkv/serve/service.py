@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MAX_AWAITED_BYTES = 64 << 10  # of a body that others may wait for: some milliseconds of work
+
 
 class Service:
     """One model, served.
@@ -71,6 +73,17 @@ class Service:
             return await asyncio.to_thread(work, *args)
         except JaxkvError as error:
             raise refusal(error) from error
+
+    async def make(self, work: Callable[["Service", bytes], Result], body: bytes) -> Result:
+        """Runs, as `in_thread`, what makes requests of a body; `begin` is to follow without an `await` between.
+
+        Raises:
+            ApiError: what the runtime refused, as an answer.
+        """
+        if len(body) > MAX_AWAITED_BYTES:
+            return await self.in_thread(work, self, body)
+        with self.engine.coming():
+            return await self.in_thread(work, self, body)
 
     def prepare(
         self,

@@ -178,9 +178,12 @@ class TokenBytes:
     Encoding with sentencepiece puts a space before a text; the first token that contributes anything loses it again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, continues: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, continues: bool = False, keep: Iterable[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped -= {tokenizer.vocabulary.token_id(text) for text in keep}
         self._at_start = not continues
 
     def feed(self, token_ids: Iterable[int]) -> bytes:

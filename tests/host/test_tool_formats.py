@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.grammar.forms import to_automaton
 from jaxkv.structured import ToolCalls
-from jaxkv.tool_formats import format_of, read_calls
+from jaxkv.tool_formats import PYTHON_TAG, TextBeforeCalls, format_of, read_calls
 
 TOOLS = [
     {"name": "look_up", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}},
@@ -92,3 +92,28 @@ def test_the_template_says_which_format() -> None:
     assert format_of(["{{ '<tool_call>' }}"]) == "hermes"
     assert format_of(["...", "{{ '[TOOL_CALLS] [' }}"]) == "mistral"
     assert format_of(["<|python_tag|>"]) == "llama3"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_text_before_calls_is_shown_as_it_comes(style: str, size: int) -> None:
+    """Nothing of a call gets out, and nothing is held back that cannot become one."""
+    form, call = ToolCalls(TOOLS, format=style), spell(style, LOOK)
+    free = "a <tool_ b [TOOL <<tool_cal {x}" if style != "llama3" else "<|python_ and {"
+    calls_only = [("", call), ("", PYTHON_TAG + call)] if style == "llama3" else [("", call), (free, call)]
+    for before, after in [*calls_only, (free, "")]:
+        text, watch, shown = before + after, TextBeforeCalls(form), ""
+        for start in range(0, len(text), size):
+            shown += watch.feed(text[start : start + size])
+            so_far = text[: start + size]
+            assert before.startswith(shown)
+            assert len(shown) >= min(len(so_far), len(before)) - len("<|python_tag|>")
+        assert shown + watch.rest(before) == before
+
+
+def test_what_may_become_a_call_waits() -> None:
+    watch = TextBeforeCalls(ToolCalls(TOOLS, format="hermes"))
+    assert [watch.feed(piece) for piece in ("Hi <to", "ol", "s <", "tool_call>", "x")] == ["Hi ", "", "<tools ", "", ""]
+    assert watch.rest("Hi <tools after") == "after"
+    plain = TextBeforeCalls(ToolCalls(TOOLS, format="llama3"))
+    assert [plain.feed(piece) for piece in ("<|p", "y", " {", '{"name"')] == ["", "", "<|py {", '{"name"']

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import json
 import shutil
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxkv import LLM
+from jaxkv.cli.command import main
 from tests.serve.stage import NAME, LiveServer, begun, wait_until
 
 BODY = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
@@ -95,6 +97,26 @@ def test_nothing_is_recorded_when_nobody_looks(tiny_llm: LLM, monkeypatch: pytes
         wait_until(lambda: tiny_llm._engine.recorder is None)
 
 
+def test_the_command_writes_the_trace_of_a_running_server(
+    tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAXKV_API_KEY", raising=False)
+    with LiveServer(tiny_llm, api_keys=("secret",)) as server:
+        key, path = {"Authorization": "Bearer secret"}, tmp_path / "trace.json"
+        server.get("/dashboard/state", headers=key)  # somebody looks
+        server.post("/v1/completions", BODY, headers=key)
+        wanted = server.get("/trace", headers=key).json()
+        command = ["trace", "--url", f"{server.url}/", "--seconds", "0", "-o", str(path)]
+        assert main([*command, "--api-key", "secret"]) == 0
+        assert json.loads(path.read_text()) == wanted and len(wanted["traceEvents"]) > 5
+        assert "https://ui.perfetto.dev" in capsys.readouterr().err
+        monkeypatch.setenv("JAXKV_API_KEY", "wrong")
+        assert main(command) == 2 and "answers 401" in capsys.readouterr().err
+    assert main(command) == 1 and "refused" in capsys.readouterr().err
+    for flags, told in (("--url localhost:1", "must begin with http"), ("--seconds -1", "--seconds -1")):
+        assert main(["trace", *flags.split()]) == 2 and told in capsys.readouterr().err
+
+
 def test_the_data_needs_a_key_where_there_are_keys(tiny_llm: LLM) -> None:
     with LiveServer(tiny_llm, api_keys=("secret",)) as server:
         assert server.get("/dashboard").status_code == 200
@@ -112,10 +134,11 @@ def test_the_page_asks_nobody_else(tiny_llm: LLM) -> None:
 
 def test_the_page_in_chromium(tiny_llm: LLM, tmp_path: Path) -> None:
     """What a person sees: cards, rows, the pool in colours, a request's timeline after a click; and no error."""
-    playwright = pytest.importorskip("playwright.sync_api")
+    how = "run: pip install 'jaxkv[browser]', and install Chromium (Debian: apt install chromium)"
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"there is no playwright; {how}")
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     if chromium is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip(f"there is no Chromium; {how}")
     with LiveServer(tiny_llm) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         step = tiny_llm.step
         tiny_llm.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]  (long enough to be seen)
@@ -127,6 +150,7 @@ def test_the_page_in_chromium(tiny_llm: LLM, tmp_path: Path) -> None:
                 page.on("pageerror", lambda error: errors.append(str(error)))
                 page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
                 page.goto(f"{server.url}/dashboard")
+                wait_until(lambda: tiny_llm._engine.recorder is not None)  # or the first steps are not seen
                 busy = pool.submit(load, server, 9)
                 page.wait_for_selector("#running tr")
                 page.wait_for_selector("#waiting tr")

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from jaxkv import LLM
+from jaxkv import LLM, SamplingParams
 from jaxkv.structured import JsonSchema
 from tests.serve.stage import NAME, LiveServer, begun, stream, wait_until
 
@@ -69,6 +69,43 @@ def slowed(server: LiveServer) -> Any:
     yield slow
     slow.stop()
     server.check_idle()
+
+
+def test_a_burst_shares_its_steps(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others of a burst are being made, the first one waits; so they take the steps that the engine alone takes."""
+    bodies = [{**SHORT, "prompt": [50 + index] * 5, "cache_salt": str(index)} for index in range(4)]
+
+    def count(work: Any) -> int:
+        before = server.in_engine(tiny_llm.stats).num_steps
+        work()
+        return server.in_engine(tiny_llm.stats).num_steps - before
+
+    with LiveServer(tiny_llm) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        wanted = count(lambda: server.in_engine(lambda: tiny_llm.generate([each["prompt"] for each in bodies], params)))
+        server.in_engine(tiny_llm.clear_prefix_cache)
+        begun, released, prepare = threading.Semaphore(0), threading.Event(), server.service.prepare
+
+        def slowly(prompt: Any, *rest: Any) -> Any:
+            begun.release()
+            if prompt != bodies[0]["prompt"]:
+                assert released.wait(30)
+            return prepare(prompt, *rest)
+
+        def burst() -> None:
+            others = [pool.submit(server.post, "/v1/completions", body) for body in bodies[1:]]
+            for _ in others:
+                assert begun.acquire(timeout=30)
+            first = pool.submit(server.post, "/v1/completions", bodies[0])
+            wait_until(lambda: len(server.service.engine._active) == 1)
+            assert server.service.llm.stats().num_steps == num_before
+            released.set()
+            assert all(each.result().status_code == 200 for each in [first, *others])
+
+        monkeypatch.setattr(server.service, "prepare", slowly)
+        num_before = tiny_llm.stats().num_steps
+        assert count(burst) == wanted
+        server.check_idle()
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
