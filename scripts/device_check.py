@@ -155,7 +155,8 @@ class Check:
         num_pages = num_rows * pages_each + 1
         table = np.random.default_rng(0).permutation(np.arange(1, num_pages)).reshape(num_rows, pages_each)
         table = np.repeat(table, len(start), axis=0) if one_row else table
-        tiles = Tiles(jnp.asarray(table, jnp.int32), jnp.asarray(start), jnp.asarray(num), width=width)
+        row_start = np.zeros_like(start) if one_row else start
+        tiles = Tiles(*(jnp.asarray(x, jnp.int32) for x in (table, start, num, row_start)), width=width)
         dtype, layers = np.dtype(jnp.bfloat16), self.sizes.layers
         shape = self.backend.storage_shape(layers * num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
         q = jnp.ones((len(start) * width, NUM_HEADS, HEAD_DIM), dtype)
