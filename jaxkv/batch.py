@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan
 from jaxkv.shards import Shards
 
-ROW, START, LENGTH, SAMPLES, SCORES = range(5)  # columns of Batch.tiles
+ROW, START, LENGTH, SAMPLES, SCORES, CHUNK_START = range(TILE_COLUMNS := 6)  # of MixedBatch.tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class MixedBatch:
 
     token_ids: np.ndarray  # int32 [N * Q]
     next_token_ids: np.ndarray  # int32 [N * Q]: what prompt_logprobs scores; 0 elsewhere
-    tiles: np.ndarray  # int32 [N, 5], columns above; padding tiles have LENGTH 0 and the null row
+    tiles: np.ndarray  # int32 [N, 6], columns above; padding tiles have LENGTH 0 and the null row
     decode_rows: np.ndarray  # int32 [R]
     # Host side: where the plan's items are found in the program's output, which has a shard's rows, then its tiles.
     row_places: np.ndarray  # intp [num_decode_rows]
@@ -142,7 +142,7 @@ def pack_mixed(plan: StepPlan, buckets: Buckets, query_tile: int, shards: Shards
     counts = np.array([-(-len(chunk.token_ids) // query_tile) for chunk in plan.chunks])
     chunk_rows = np.repeat(np.array([chunk.row for chunk in plan.chunks]), counts)
     to = spread(chunk_rows, shards, buckets.mixed_tiles)
-    token_ids, next_ids, tiles = to.full(0, query_tile), to.full(0, query_tile), to.full(0, 5)
+    token_ids, next_ids, tiles = to.full(0, query_tile), to.full(0, query_tile), to.full(0, TILE_COLUMNS)
     tiles[:, ROW] = to.padded_rows()
     ends = np.cumsum(counts)
     firsts = to.places[ends - counts]
@@ -167,6 +167,7 @@ def _fill(chunk: Chunk, token_ids: np.ndarray, next_ids: np.ndarray, tiles: np.n
     token_ids.reshape(-1)[:length] = chunk.token_ids
     tiles[:, START] = chunk.start + np.arange(count) * query_tile
     tiles[:, LENGTH] = np.minimum(length - np.arange(count) * query_tile, query_tile)
+    tiles[:, CHUNK_START] = chunk.start
     tiles[-1, SAMPLES] = chunk.samples
     if chunk.next_token_ids is not None:
         tiles[:, SCORES] = 1

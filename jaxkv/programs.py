@@ -83,7 +83,7 @@ def decode(
         step, _, pool, state, out = carry
         live = ~state.done[rows]
         position = state.position[rows]
-        attend = _attend((Tiles(page_table, position, live.astype(jnp.int32), width=1),), shape, ops)
+        attend = _attend((_decode_rows(page_table, position, live),), shape, ops)
         hidden, pool = model.hidden(state.last_token[rows], position, pool, attend)
         logits = _logits(model, hidden)
         state, token_ids, logprobs = _sample_and_advance(logits, params, state, tables, rows, position + 1, live)
@@ -106,7 +106,7 @@ def mixed(
     tables: Tables,
     token_ids: jax.Array,  # int32 [N * Q]
     next_token_ids: jax.Array,  # int32 [N * Q]
-    tiles: jax.Array,  # int32 [N, 5], see batch
+    tiles: jax.Array,  # int32 [N, 6], see batch
     rows: jax.Array,  # int32 [R], may be empty
     shape: StepShape,
     ops: Backend,
@@ -117,8 +117,9 @@ def mixed(
     position = state.position[rows]
     start, length = tiles[:, batch.START], tiles[:, batch.LENGTH]
     tile_position = start[:, None] + jnp.arange(shape.query_tile, dtype=jnp.int32)[None, :]  # [N, Q]
-    decode_part = Tiles(state.page_table[rows], position, live.astype(jnp.int32), width=1)
-    tile_part = Tiles(state.page_table[tiles[:, batch.ROW]], start, length, width=shape.query_tile)
+    decode_part = _decode_rows(state.page_table[rows], position, live)
+    tile_tables, chunk_start = state.page_table[tiles[:, batch.ROW]], tiles[:, batch.CHUNK_START]
+    tile_part = Tiles(tile_tables, start, length, chunk_start, width=shape.query_tile)
     attend = _attend((decode_part, tile_part) if num_rows else (tile_part,), shape, ops)
     hidden, pool = model.hidden(
         jnp.concatenate([state.last_token[rows], token_ids]),
@@ -139,6 +140,10 @@ def mixed(
     )
     scores = _score_prompts(model, tile_hidden, next_token_ids, tiles[:, batch.SCORES] == 1)
     return pool, state, MixedOutput(sampled, all_live.astype(jnp.int32), logprobs, scores)
+
+
+def _decode_rows(page_table: jax.Array, position: jax.Array, live: jax.Array) -> Tiles:
+    return Tiles(page_table, position, live.astype(jnp.int32), position, width=1)
 
 
 def _take(params: RowParams, rows: jax.Array) -> RowParams:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv import automata, kv_pool, page_transfer, row_state
-from jaxkv.batch import ROW, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
+from jaxkv.batch import ROW, TILE_COLUMNS, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
 from jaxkv.config import GrammarSizes
 from jaxkv.kv_pool import PoolSpec
 from jaxkv.ops import Backend
@@ -280,7 +280,7 @@ class Runner:
             yield functools.partial(self._warm_step, "decode", rows, np.int32(1))
         for num_tiles in b.mixed_tiles:
             to = spread(NO_ROWS, shards, (num_tiles,))
-            tokens, tiles = to.full(0, self.backend.query_tile).reshape(-1), to.full(0, 5)
+            tokens, tiles = to.full(0, self.backend.query_tile).reshape(-1), to.full(0, TILE_COLUMNS)
             tiles[:, ROW] = shards.rows_each
             for size in b.mixed_rows:
                 rows = spread(NO_ROWS, shards, (size,)).padded_rows()

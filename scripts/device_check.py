@@ -112,6 +112,7 @@ class Check:
         case = cases.make_case(
             shape, cases.tiles_around_pages(shape.page_size, shape.width), [(200, 1), (0, 1), (0, 0)]
         )
+        one_row = cases.make_case(shape, [(37, 3 * shape.width - 1)], width=3 * shape.width)  # of three tiles
         if backend.storage_shape(*case.pool.shape[:1], *case.pool.shape[2:]) != case.pool.shape:
             return {"case": name, "refused": "the pool is stored in another layout here"}
         run = jax.jit(backend.paged_attention, static_argnames=("scale", "soft_cap", "kv_scale"), donate_argnums=3)
@@ -121,7 +122,8 @@ class Check:
             return out, after.view(pool.dtype)
 
         try:
-            cases.check(attention, case, shape)
+            for each in (case, cases.cut(one_row, shape.width)):
+                cases.check(attention, each, shape)
         except AssertionError as error:
             return {"case": name, "equal": False, "difference": str(error)[:500]}
         return {"case": name, "equal": True}
@@ -155,7 +157,8 @@ class Check:
         num_pages = num_rows * pages_each + 1
         table = np.random.default_rng(0).permutation(np.arange(1, num_pages)).reshape(num_rows, pages_each)
         table = np.repeat(table, len(start), axis=0) if one_row else table
-        tiles = Tiles(jnp.asarray(table, jnp.int32), jnp.asarray(start), jnp.asarray(num), width=width)
+        row_start = np.zeros_like(start) if one_row else start
+        tiles = Tiles(*(jnp.asarray(x, jnp.int32) for x in (table, start, num, row_start)), width=width)
         dtype, layers = np.dtype(jnp.bfloat16), self.sizes.layers
         shape = self.backend.storage_shape(layers * num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
         q = jnp.ones((len(start) * width, NUM_HEADS, HEAD_DIM), dtype)

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv import kv_pool, ops, sharding
+from jaxkv.batch import TILE_COLUMNS
 from jaxkv.capacity import hlo, traffic
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
@@ -134,7 +135,7 @@ class AbstractEngine:
             return self.params, self.pool, self.state, self.tables, self._batch(rows), steps
         width = self.resolved.backend.query_tile
         tokens = self._batch(tiles * width)
-        batch = tokens, tokens, self._batch(tiles, 5), self._batch(rows)
+        batch = tokens, tokens, self._batch(tiles, TILE_COLUMNS), self._batch(rows)
         return self.params, self.pool, self.state, self.tables, *batch
 
     def decode(self, rows: int) -> StepFacts:

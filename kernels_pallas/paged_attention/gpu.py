@@ -1,4 +1,4 @@
-"""Paged attention for NVIDIA Hopper: the contract of `reference.paged_attention` on the kernels of `gpu_write` and `gpu_attend`.
+"""Paged attention for NVIDIA Hopper: the contract of `reference.paged_attention` on the kernel of `gpu_attend`.
 
 Axis letters: T tokens, N query tiles, Q queries of a tile, M pages per tile's row, P pages, S tokens per page, L layers,
 H query heads, K KV heads, G = H // K, D head dim, B = Q * G padded, X splits of a row's keys.
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.paged_attention import tuned
-from kernels_pallas.paged_attention.gpu_attend import CHUNK, LOG2E, NEG_INF, ROWS, Plan, attend
-from kernels_pallas.paged_attention.gpu_write import write_kv
+from kernels_pallas.paged_attention.gpu_attend import attend, heads_together
+from kernels_pallas.paged_attention.gpu_plan import ALIGN, CHUNK, LOG2E, NEG_INF, ROWS, Plan
 from kernels_pallas.paged_attention.tiles import Tiles, to_stored
 
 
@@ -86,22 +86,22 @@ def paged_attention(
     if reason is not None:
         raise ValueError(f"{reason}; or use the XLA path")
 
-    places = [part.places(pool.shape[3]) for part in parts]
-    page, offset = (jnp.concatenate(arrays) for arrays in zip(*places, strict=True))
     scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first_page, 0 if window is None else window)])
-    kv = jnp.stack([to_stored(x, s, pool.dtype) for x, s in zip((k, v), kv_scale, strict=True)], axis=1)
-    # All are written before any is read: tiles of one row may need each other's keys.
-    pool = write_kv(pool, kv, page, offset, scalars, interpret)
+    stored = [to_stored(x, s, pool.dtype) for x, s in zip((k, v), kv_scale, strict=True)]
+    pool_ref = jax.new_ref(pool)
     outs, begin = [], 0
     for part in parts:
+        tokens = slice(begin, begin + part.size)
         options = dict(scale=scale * kv_scale[0], soft_cap=soft_cap, windowed=window is not None)
         plan = _plan(part, num_heads // num_kv_heads, pool, **options)
-        queries = _rows(q[begin : begin + part.size], part.width, num_kv_heads)
-        arrays = (part.page_table, part.start, part.num_tokens, scalars)
-        split_outs, log_sums = attend(queries, pool, *arrays, plan, interpret)
+        queries = _rows(q[tokens], part.width, num_kv_heads)
+        kv = jnp.stack([x[tokens] for x in stored], axis=1)
+        kv = jnp.pad(kv, ((0, -part.size % ALIGN + CHUNK), (0, 0), (0, 0), (0, 0)))  # the kernel reads whole chunks
+        arrays = (part.page_table, part.start, part.num_tokens, part.row_start, scalars)
+        split_outs, log_sums = attend(queries, kv, pool_ref, *arrays, plan, interpret)
         outs.append(_combine(split_outs, log_sums, part, scalars[1], sinks, plan, kv_scale[1]))
         begin += part.size
-    return jnp.concatenate(outs), pool
+    return jnp.concatenate(outs), jax.freeze(pool_ref)
 
 
 def _plan(part: Tiles, groups: int, pool: jax.Array, **options: Any) -> Plan:
@@ -111,12 +111,16 @@ def _plan(part: Tiles, groups: int, pool: jax.Array, **options: Any) -> Plan:
     warpgroups = 1 if few else 2
     longest = part.page_table.shape[1] * page_size
     wide = 0 if pool.dtype.itemsize == 2 else CHUNK * head_dim * 2
-    other_bytes = warpgroups * (ROWS * head_dim * 2 + wide + ROWS * CHUNK * 2)
+    token_bytes = 2 * heads_together(head_dim, pool.dtype.itemsize) * head_dim * pool.dtype.itemsize
+    write_tokens = min(part.width, tuned.GPU_WRITE_BYTES // token_bytes)
+    other_bytes = warpgroups * (ROWS * head_dim * 2 + wide + ROWS * CHUNK * 2) + write_tokens * token_bytes
     return Plan(
+        width=part.width,
         groups=groups,
         warpgroups=warpgroups,
         splits=min(tuned.gpu_splits(num_kv_heads), -(-longest // tuned.GPU_MIN_SPLIT)) if few else 1,
         min_chunks=tuned.GPU_MIN_SPLIT // CHUNK,
+        write_tokens=write_tokens,
         stages=tuned.gpu_stages(2 * CHUNK * head_dim * pool.dtype.itemsize, other_bytes),
         **options,
     )
@@ -169,8 +173,9 @@ def _written(part: Tiles, window: jax.Array, plan: Plan) -> jax.Array:
     """bool [N, X, Q]: which splits of which queries the kernel wrote, and not for padding."""
     token = jnp.arange(part.width, dtype=jnp.int32)[None, :]
     block = token * plan.groups // plan.block_rows  # of its first head; a next block of a real token is written, too
-    start, num_tokens = part.start[:, None], part.num_tokens[:, None]
-    _, num_chunks = plan.keys(start, num_tokens, block, window)  # [N, Q]
+    start, num_tokens, row_start = part.start[:, None], part.num_tokens[:, None], part.row_start[:, None]
+    tile = jnp.arange(part.start.shape[0], dtype=jnp.int32)[:, None]
+    num_chunks = plan.keys(start, num_tokens, row_start, tile, block, window).num_chunks  # [N, Q]
     split = jnp.arange(plan.splits, dtype=jnp.int32)[None, :, None]
     written = split * plan.chunks_per_split(num_chunks)[:, None, :] < num_chunks[:, None, :]
     return written & (token < num_tokens)[:, None, :]

@@ -16,12 +16,14 @@ INT8_MAX = 127
 class Tiles:
     """N runs of at most Q neighbouring tokens, each of one row. A decode row is a tile of one token.
 
-    Tiles of one row stand in order of position, and nobody else owns the pages that a tile writes.
+    Tiles of one row stand side by side in order of position, all of them full but the last one, and in one part of a call.
+    Nobody else owns the pages that they write.
     """
 
     page_table: jax.Array  # int32 [N, M]: pages of the tile's row, within a layer
     start: jax.Array  # int32 [N]: position of the first token
     num_tokens: jax.Array  # int32 [N]: real tokens, the first ones; 0 for a padding tile
+    row_start: jax.Array  # int32 [N]: `start` of the row's first tile; the keys before are in the pool already
     width: int = dataclasses.field(metadata={"static": True})  # Q
 
     @property

@@ -34,6 +34,10 @@ GPU_MIN_SPLIT = 256
 # K and V in flight on an SM. 4.8 TB/s over 132 SMs x 0.8 us of latency are 29 KiB; the rest bridges a block's end and start.
 GPU_RING_BYTES = 128 << 10
 
+# New K/V that a block stores at a time: 16 tokens of D = 128, each some 20 ns to start, beside 1 us until the first one is here.
+# Twice as much would not fit beside D = 256.
+GPU_WRITE_BYTES = 8 << 10
+
 # What a block may take of shared memory: 227 KiB less barriers and the like.
 GPU_SHARED_BYTES = 223 << 10
 

@@ -108,7 +108,7 @@ def specs(sizes: Sizes, sharding: SingleDeviceSharding | None) -> tuple[Any, ...
     tokens, dtype = TILES * sizes.width, jnp.dtype(sizes.dtype)
     kv = spec((tokens, sizes.num_kv_heads, sizes.head_dim), dtype)
     ints = functools.partial(spec, dtype=jnp.int32)
-    tiles = Tiles(ints((TILES, ROW_PAGES)), ints((TILES,)), ints((TILES,)), width=sizes.width)  # type: ignore[arg-type]
+    tiles = Tiles(ints((TILES, ROW_PAGES)), *(ints((TILES,)) for _ in range(3)), width=sizes.width)  # type: ignore[arg-type]
     return (
         spec((tokens, sizes.num_heads, sizes.head_dim), dtype),
         kv,
@@ -127,7 +127,7 @@ def lower(sizes: Sizes, sharding: SingleDeviceSharding | None = None) -> jax.sta
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_lowers(sizes: Sizes) -> None:
     """Needs no CUDA plugin. Includes that shared memory suffices: Mosaic GPU counts it when it lowers."""
-    assert lower(sizes).as_text().count("@mosaic_gpu") == 2
+    assert lower(sizes).as_text().count("@mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -152,11 +152,14 @@ def test_a_copy_of_the_pool_would_be_seen() -> None:
 def pool_sized_results(hlo: str, sizes: Sizes) -> list[str]:
     """Operations whose result has a layer's size or more, other than those that only hand it on."""
     found = []
-    for dims, operation, rest in re.findall(r"= \w+\[([\d,]+)\]\S* ([\w\-]+)\((.*)", hlo):
-        size = math.prod(int(dim) for dim in dims.split(","))
-        if size * sizes.pool.dtype.itemsize >= sizes.layer_bytes:
+    for results, operation, rest in re.findall(
+        r"= (\(.*?\)|\S+) ([\w\-]+)\((.*)", hlo
+    ):  # one array or a tuple of several
+        shapes = re.findall(r"\w+\[([\d,]+)\]", results)
+        most = max((math.prod(map(int, dims.split(","))) for dims in shapes), default=0)
+        if most * sizes.pool.dtype.itemsize >= sizes.layer_bytes:
             found.append(operation + (", aliased" if "output_to_operand_aliasing" in rest else ""))
-    passing = ("parameter", "get-tuple-element", "bitcast", "tuple")
+    passing = ("parameter", "get-tuple-element", "bitcast", "tuple", "while")
     return [operation for operation in found if operation not in passing]
 
 
@@ -182,7 +185,7 @@ def test_heads_shared_between_two_devices() -> None:
     mesh = Mesh(np.array(devices("h200", 2)), ("tp",))
     heads, everywhere = P(None, "tp"), P()
     pool = P(None, None, "tp")
-    tiles = Tiles(everywhere, everywhere, everywhere, width=sizes.width)  # type: ignore[arg-type]
+    tiles = Tiles(*(everywhere,) * 4, width=sizes.width)  # type: ignore[arg-type]
     program = jax.shard_map(
         functools.partial(layers, sizes),
         mesh=mesh,

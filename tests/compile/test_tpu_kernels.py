@@ -119,7 +119,7 @@ def compiled(chip: str, sizes: Sizes) -> jax.stages.Compiled:
     rows, tokens, dtype = sizes.num_tiles, sizes.num_tiles * sizes.width, jnp.dtype(sizes.dtype)
     q = shaped((tokens, sizes.num_heads, sizes.head_dim), dtype)
     k = v = shaped((tokens, sizes.num_kv_heads, sizes.head_dim), dtype)
-    tiles = Tiles(ints((rows, sizes.table_pages)), ints((rows,)), ints((rows,)), width=sizes.width)
+    tiles = Tiles(ints((rows, sizes.table_pages)), *(ints((rows,)) for _ in range(3)), width=sizes.width)
     window = ints(()) if sizes.window else None
     sinks = shaped((sizes.num_heads,), jnp.float32) if sizes.sinks else None
     program = jax.jit(functools.partial(layers, sizes), donate_argnums=3)

@@ -80,6 +80,7 @@ def test_pack_mixed_round_trip(case: tuple[StepPlan, int], num_shards: int) -> N
         used[first:end] = True
         tiles, lengths = packed.tiles[first:end], packed.tiles[first:end, batch.LENGTH]
         assert (tiles[:, batch.ROW] == chunk.row % shards.rows_each).all()
+        assert (tiles[:, batch.CHUNK_START] == chunk.start).all()
         assert (lengths[:-1] == tile).all() and 1 <= lengths[-1] <= tile
         positions = np.concatenate([start + np.arange(n) for start, n in tiles[:, [batch.START, batch.LENGTH]]])
         assert positions.tolist() == list(range(chunk.start, chunk.start + len(chunk.token_ids)))

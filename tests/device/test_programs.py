@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.batch import TILE_COLUMNS
 from jaxkv.plan import PageCopy, PageWrite, StepPlan
 from jaxkv.runner import Runner
 from tests import tiny
@@ -77,7 +78,7 @@ def arguments(runner: Runner, name: str) -> tuple:
     rows = np.zeros(4, np.int32)
     if name == "decode":
         return rows, np.int32(1)
-    tokens, tiles = np.zeros(12 * TILE, np.int32), np.zeros((12, 5), np.int32)
+    tokens, tiles = np.zeros(12 * TILE, np.int32), np.zeros((12, TILE_COLUMNS), np.int32)
     return tokens, tokens, tiles, rows
 
 

@@ -102,7 +102,7 @@ def make_case(shape: Shape, *parts: list[tuple[int, int]], poison: float = np.na
             for made_arrays, array in zip((qs, ks, vs, outs), (q, *new, out), strict=True):
                 made_arrays.append(array)
         starts, nums = (np.array([tile[i] for tile in tiles], np.int32) for i in (0, 1))
-        made.append(Tiles(table, starts, nums, width=q_width))  # type: ignore[arg-type] # numpy stands in for jax
+        made.append(Tiles(table, starts, nums, starts, width=q_width))  # type: ignore[arg-type] # numpy stands in for jax
     q, k, v, out = (np.concatenate(arrays) for arrays in (qs, ks, vs, outs))
     return Case(q, k, v, pool, tuple(made), sinks, out, after)
 
@@ -167,4 +167,5 @@ def _cut(part: Tiles, width: int) -> Tiles:
     begin = np.arange(times, dtype=np.int32) * width
     start = (part.start[:, None] + begin).reshape(-1)
     num_tokens = np.clip(part.num_tokens[:, None] - begin, 0, width).reshape(-1)
-    return Tiles(np.repeat(part.page_table, times, axis=0), start, num_tokens, width=width)  # type: ignore[arg-type]
+    table, row_start = (np.repeat(x, times, axis=0) for x in (part.page_table, part.row_start))
+    return Tiles(table, start, num_tokens, row_start, width=width)  # type: ignore[arg-type]

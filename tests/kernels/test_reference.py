@@ -106,7 +106,7 @@ def test_the_pool_stays_in_place() -> None:
     pool = jnp.zeros((4096, 2, 2, 8, 8), jnp.float32)
     kv, q = jnp.zeros((3, 2, 8), jnp.float32), jnp.zeros((3, 4, 8), jnp.float32)
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-    parts = (Tiles(ints((3, 4)), ints(3), jnp.ones(3, jnp.int32), width=1),)
+    parts = (Tiles(ints((3, 4)), ints(3), jnp.ones(3, jnp.int32), ints(3), width=1),)
     memory = attend.lower(q, kv, kv, pool, parts, np.int32(0), scale=1.0).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 100
