@@ -35,8 +35,8 @@ LOADER = """
     if mode == "convert":
         built = family.build(cfg, np.dtype(dtype), per_layer=True)
     else:
-        per_layer = mode == "per_layer"
-        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), per_layer=per_layer)
+        layout = {"per_layer": mode != "stacked", "quant": "int8" if mode == "int8" else None}
+        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), **layout)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(built)))
     # of this program alone; `ru_maxrss` would count the parent's memory before exec
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -66,7 +66,9 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("big") / "hf", config, random_tensors(config, BF16))
 
 
-@pytest.mark.parametrize("mode", ["per_layer", "stacked", "convert"])
+@pytest.mark.parametrize(
+    "mode", ["per_layer", "stacked", "convert", pytest.param("int8", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_hugging_face(big: Path, dtype: str, mode: str) -> None:
     measure(big, dtype, mode)
