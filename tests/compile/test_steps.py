@@ -1,5 +1,6 @@
 """The step programs through the TPU and GPU compilers, without TPU or GPU: in place, no copies, no surprise collectives."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,29 @@ def test_bytes_of_a_decode_step(topology: str) -> None:
     work = layout_of(case).decode(ROWS, CONTEXT_LEN)
     moved = compile_step(engine_of(case), "decode").moved_bytes + work.kv_bytes
     assert moved <= 1.15 * work.bytes
+
+
+@pytest.mark.parametrize(
+    ("topology", "tensor", "most"),
+    [
+        ("v6e:2x4", 8, 1.15),
+        pytest.param("v6e:1x1", 1, 1.15, marks=pytest.mark.exhaustive),
+        # Copied out of the stack, see `ops.GPU_QUANTISED_OPTIONS`: if this fails for less, all the better.
+        pytest.param("h200x1", 1, 2.6, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_quantised_weights_stay_so_up_to_the_product(topology: str, tensor: int, most: float) -> None:
+    """No layer of them is written in bfloat16: the temporaries have no room for it, and the bytes moved are int8's."""
+    case = Case(topology, "llama-3.1-8b", tensor=tensor, programs=("decode",), quant="int8")
+    need(case)
+    proof = prove(case)
+    assert proof.complaints == ((),)
+    assert (
+        proof.weight_bytes
+        == layout_of(case).weight_bytes
+        < 0.54 * layout_of(dataclasses.replace(case, quant=None)).weight_bytes
+    )
+    assert most - 0.2 < proof.ratio <= most
 
 
 # --- what the checks are worth: programs that copy the pool -----------------------------------------------------------
