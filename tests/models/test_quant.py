@@ -186,12 +186,10 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama-gqa-untied", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gemma3", "mixtral", "qwen3"))],
-)
-def test_engines(name: str, tmp_path: Path) -> None:
-    """The quantised engine, alone and over two devices, and a float one with its weights dequantised."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-gqa-untied", *exhaustively("gemma3", "mixtral", "qwen3")])
+def test_engines(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A quantised engine over two devices, and on demand on one, against a float one with its weights dequantised."""
     config = variant(name)
     folder = write_hf(tmp_path, config, random_tensors(config))
 
@@ -199,9 +197,9 @@ def test_engines(name: str, tmp_path: Path) -> None:
         model = change(load(HfSource(folder)), dequantise)
         llm._engine.runner._params = jax.tree.leaves(nnx.state(model))
 
-    alone = generate(folder, quant="int8")
-    assert_same(alone, generate(folder, dequantised))
-    assert_same(generate(folder, quant="int8", tensor=2), alone)
+    expected = generate(folder, dequantised)
+    for tensor in (2, 1) if request.node.get_closest_marker("exhaustive") else (2,):
+        assert_same(generate(folder, quant="int8", tensor=tensor), expected)
 
 
 def test_other_schemes_are_refused(tmp_path: Path) -> None:
