@@ -38,6 +38,7 @@ class LLM(RequestLoop):
         model: str | os.PathLike[str],
         *,
         dtype: str = "auto",
+        quant: str | None = None,
         max_len: int | None = None,
         max_rows: int | None = None,
         kv_dtype: str = "auto",
@@ -67,6 +68,8 @@ class LLM(RequestLoop):
                 `jaxkv convert`, or a hub id.
             dtype: of weights and activations: "float32", "bfloat16", or "auto" (float32 on CPUs, elsewhere the
                 checkpoint's; bfloat16 for quantised ones).
+            quant: None keeps weights in `dtype`; "int8" rounds the matrices of attention, MLP and experts, and a head that is
+                not tied to the embedding, to int8 with a scale for each output channel: about half of bfloat16's memory.
             max_len: tokens a sequence may hold; None is what the model was trained for.
             max_rows: sequences running at once; a multiple of `data`.
             kv_dtype: of K/V in the page pool: "auto" (`dtype`), "float32", "bfloat16", or "float8_e4m3fn", which holds twice
@@ -109,7 +112,9 @@ class LLM(RequestLoop):
             cache_dir=None if cache_dir is None else os.fspath(cache_dir), disk_cache_bytes=disk_cache_bytes,
             demote=demote, overlap=overlap, grammar_bytes=grammar_bytes, seed=seed,
         )  # fmt: skip
-        engine, intake = build_engine(model, config, dtype=dtype, tensor=tensor, data=data, progress=progress)
+        engine, intake = build_engine(
+            model, config, dtype=dtype, quant=quant, tensor=tensor, data=data, progress=progress
+        )
         llm = cls(str(model), engine, intake, config)
         if warm_up:
             llm.warm_up(progress=progress)

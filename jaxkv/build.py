@@ -38,6 +38,7 @@ def build_engine(
     config: EngineConfig,
     *,
     dtype: str,
+    quant: str | None,
     tensor: int,
     data: int,
     progress: bool | None,
@@ -52,15 +53,15 @@ def build_engine(
     source = open_model(model)
     family, geometry = model_config(source)
     geometry = copy_kv_heads(geometry.for_len(config.max_len), tensor)
-    backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
+    backend = ops.select(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind, quantised=quant is not None)
     np_dtype = _resolve_dtype(dtype, source, backend)
     module = load_model(
-        source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, progress=progress
+        source, family, geometry, dtype=np_dtype, mesh=mesh, per_layer=backend.per_layer, quant=quant, progress=progress
     )
     resolved = resolve(config, geometry, jnp.dtype(np_dtype), mesh, backend)
     programs = _program_cache(family, geometry, resolved, mesh) if keeps_programs else None
     tokenizer = _load_tokenizer(source)
-    namespace = _namespace(source, family, geometry, resolved, np_dtype)
+    namespace = _namespace(source, family, geometry, resolved, np_dtype, quant)
     scheduler = Scheduler(resolved.scheduler, namespace)
     runner = Runner.build(module, resolved, mesh, vocab_size=geometry.vocab_size, cache=programs)
     store = _open_tiers(config, str(model), namespace, scheduler, runner)
@@ -135,12 +136,17 @@ def _open_tiers(config: EngineConfig, model: str, namespace: bytes, scheduler: S
 
 
 def _namespace(
-    source: ModelSource, family: Family, geometry: ModelConfig, resolved: Resolved, dtype: np.dtype
+    source: ModelSource,
+    family: Family,
+    geometry: ModelConfig,
+    resolved: Resolved,
+    dtype: np.dtype,
+    quant: str | None,
 ) -> bytes:
-    """The activations' dtype counts: pages outlive the process, and rounded ones differ."""
+    """The activations' dtype counts, and whether weights are quantised: pages outlive the process, and rounded ones differ."""
     pool = resolved.pool
     return prefix_cache.namespace(
-        model=f"{source.digest}{family.revision} {dtype.name}",
+        model=f"{source.digest}{family.revision} {dtype.name}{f' {quant}' if quant else ''}",
         kv_dtype=pool.dtype.name,
         page_size=pool.page_size,
         rope=repr(geometry.ropes),

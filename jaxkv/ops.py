@@ -60,6 +60,7 @@ class Backend:
     unpack: Callable[[jax.Array, int], jax.Array] = plain_unpack
     refuses: Callable[[Shapes, int], str | None] = lambda shapes, query_tile: None  # why these do not run, if so
     compiler_options: tuple[tuple[str, bool], ...] = ()  # name and value, for the programs of whole steps
+    quantised_options: tuple[tuple[str, bool], ...] = ()  # the same where weights are quantised
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
     max_rows: int = 256  # default of LLM.load
@@ -86,14 +87,21 @@ XLA = Backend(name="xla", storage_dtype=np.dtype)
 # Weights are stacked over layers. cuBLAS takes a layer's matrices where they lie; Triton's products have XLA copy them out of
 # the stack first, which made a decode step of Llama 3.1 8B move 2.68 times the least bytes instead of 1.02.
 GPU_OPTIONS = (("xla_gpu_enable_triton_gemm", False),)
+# cuBLAS multiplies no int8 with bf16, so XLA would write a layer's matrices in bf16 first: 5 bytes moved for each number,
+# against 3 with Triton's products, which convert what they read. (bf16 weights: 2; the same model, one H200.)
+GPU_QUANTISED_OPTIONS = (("xla_gpu_enable_triton_gemm", True),)
 
 
-def select(platform: str, device_kind: str = "") -> Backend:
+def select(platform: str, device_kind: str = "", *, quantised: bool = False) -> Backend:
     """The back end for a jax platform ("cpu", "tpu", "gpu") and a kind of device ("TPU v6 lite", "NVIDIA H200").
 
     Where there are no kernels it is the XLA reference, and the log says so once.
+
+    Args:
+        quantised: weights are, see `models.quant`.
     """
-    return _by_platform(platform, device_kind)
+    backend = _by_platform(platform, device_kind)
+    return dataclasses.replace(backend, compiler_options=backend.quantised_options) if quantised else backend
 
 
 @functools.cache
@@ -105,7 +113,9 @@ def _by_platform(platform: str, device_kind: str) -> Backend:
     if platform == "gpu" and re.search(_HOPPER, device_kind):
         return _gpu(importlib.import_module("kernels_pallas.paged_attention.gpu"))
     log.warning("no paged-attention kernel for %s %r: using the XLA reference path", platform, device_kind)
-    return dataclasses.replace(XLA, compiler_options=GPU_OPTIONS) if platform == "gpu" else XLA
+    if platform != "gpu":
+        return XLA
+    return dataclasses.replace(XLA, compiler_options=GPU_OPTIONS, quantised_options=GPU_QUANTISED_OPTIONS)
 
 
 _HOPPER = r"\bG?H\d+"  # H100, H200, GH200, H20, ...: compute capability 9.0
@@ -136,7 +146,7 @@ def _gpu(kernel: ModuleType) -> Backend:
 
     return Backend(
         name="gpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype, refuses=refuses,
-        compiler_options=GPU_OPTIONS,
+        compiler_options=GPU_OPTIONS, quantised_options=GPU_QUANTISED_OPTIONS,
     )  # fmt: skip
 
 

@@ -198,6 +198,11 @@ class RequestLoop:
         return self._engine.runner.dtype.name
 
     @property
+    def quant(self) -> str | None:
+        """Of the weights' matrices: "int8"; None if they are of `dtype`, too."""
+        return self._engine.runner.quant
+
+    @property
     def kv_dtype(self) -> str:
         """Of K/V in the page pool."""
         return self._engine.runner.pool_spec.dtype.name

@@ -19,6 +19,7 @@ from jaxkv import automata, kv_pool, page_transfer, row_state
 from jaxkv.batch import ROW, TILE_COLUMNS, Buckets, MixedBatch, fit, pack_mixed, pad_pairs, pad_writes, spread
 from jaxkv.config import GrammarSizes
 from jaxkv.kv_pool import PoolSpec
+from jaxkv.models.quant import SCHEMES
 from jaxkv.ops import Backend
 from jaxkv.page_transfer import PagesInFlight, spread_pages
 from jaxkv.plan import NO_ROWS, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
@@ -137,6 +138,11 @@ class Runner:
     def dtype(self) -> np.dtype:
         """Of weights and activations."""
         return self._params[0].dtype
+
+    @property
+    def quant(self) -> str | None:
+        """Of the weights' matrices, see `models.quant`; None: as `dtype`."""
+        return next((scheme for scheme in SCHEMES if any(p.dtype == scheme for p in self._params)), None)
 
     @property
     def num_traces(self) -> collections.Counter[str]:

@@ -41,7 +41,10 @@ def test_other_gpus_take_the_reference_and_say_so_once(kind: str, caplog: pytest
     with caplog.at_level(logging.WARNING):
         backend = ops.select("gpu", kind)
     assert backend is ops.select("gpu", kind)
-    assert backend == dataclasses.replace(ops.XLA, compiler_options=ops.GPU_OPTIONS)
+    assert backend == dataclasses.replace(
+        ops.XLA, compiler_options=ops.GPU_OPTIONS, quantised_options=ops.GPU_QUANTISED_OPTIONS
+    )
+    assert ops.select("gpu", kind, quantised=True).compiler_options == ops.GPU_QUANTISED_OPTIONS
     assert [record.message for record in caplog.records] == [
         f"no paged-attention kernel for gpu {kind!r}: using the XLA reference path"
     ]

@@ -21,6 +21,7 @@ def conditions(llm: LLM, workload: Workload) -> dict[str, Any]:
         "benchmark": workload.name,
         "model": llm.name,
         "dtype": llm.dtype,
+        "quant": llm.quant,
         "kv_dtype": llm.kv_dtype,
         "mesh": llm.mesh,
         "num_requests": workload.num_requests,

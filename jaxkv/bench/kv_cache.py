@@ -54,7 +54,9 @@ def bench(args: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
     del llm
     source = open_model(load["model"])
     family, cfg = model_config(source)
-    model = load_model(source, family, cfg, dtype=dtype, mesh=sharding.make_mesh(1), per_layer=True)
+    model = load_model(
+        source, family, cfg, dtype=dtype, mesh=sharding.make_mesh(1), per_layer=True, quant=load.get("quant")
+    )
     curves["contiguous"] = _contiguous(model, cfg, dtype, workload.prompts[0], args.output_len, max_len)
     curves["recompute"] = _recompute(model, workload.prompts[0], args.output_len)
     result |= {"max_len": max_len, "curves": curves}

@@ -23,6 +23,7 @@ from jaxkv.capacity import hlo, traffic
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.models.quant import shardings
 from jaxkv.models.registry import find_family
 from jaxkv.settings import EngineConfig, resolve
 from jaxkv.step_programs import StepPrograms
@@ -59,17 +60,26 @@ class StepFacts:
 class AbstractEngine:
     """An engine without arrays."""
 
-    def __init__(self, config: Mapping[str, Any], mesh: Mesh, engine: EngineConfig, *, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        mesh: Mesh,
+        engine: EngineConfig,
+        *,
+        dtype: str = "bfloat16",
+        quant: str | None = None,
+    ) -> None:
         """
         Args:
             config: as in config.json.
             mesh: of compile-only devices.
             engine: with `num_pages` given: there is no memory to ask.
             dtype: of weights, activations and K/V.
+            quant: of the weights' matrices, see `models.quant`.
 
         Raises:
             CheckpointError: no family runs the model.
-            ConfigError: the mesh does not divide the model, or settings contradict each other.
+            ConfigError: there is no such `quant`, the mesh does not divide the model, or settings contradict each other.
         """
         family = find_family(config)
         self.geometry: ModelConfig = copy_kv_heads(
@@ -77,9 +87,9 @@ class AbstractEngine:
         )
         self.mesh, self.dtype = mesh, jnp.dtype(dtype)
         device = mesh.devices.flat[0]
-        backend = ops.select(device.platform, device.device_kind)
+        backend = ops.select(device.platform, device.device_kind, quantised=quant is not None)
         self.resolved = resolve(engine, self.geometry, self.dtype, mesh, backend)
-        model = family.build(self.geometry, self.dtype, per_layer=False)
+        model = family.build(self.geometry, self.dtype, per_layer=False, quant=quant)
         scheduler = self.resolved.scheduler
         self.programs = StepPrograms(
             model, self.resolved.pool, mesh, self.resolved.backend,
@@ -87,7 +97,11 @@ class AbstractEngine:
             vocab_size=self.geometry.vocab_size, grammars=scheduler.grammars,
         )  # fmt: skip
         variables = jax.tree.leaves(nnx.split(model)[1], is_leaf=lambda x: isinstance(x, nnx.Variable))
-        self.params = [self._placed(v, sharding.named(mesh, v.logical_axes)) for v in variables]
+        self.params = [
+            self._placed(array, where)
+            for variable in variables
+            for array, where in zip(jax.tree.leaves(variable), shardings(variable, mesh), strict=True)
+        ]
         pool = self.resolved.pool
         self.pool = self._placed(
             jax.ShapeDtypeStruct(pool.shape, pool.storage_dtype), sharding.named(mesh, kv_pool.AXES)

@@ -15,6 +15,7 @@ from jaxkv.errors import ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.groups import LayerGroups
 from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.models.quant import SCALE_BYTES
 from jaxkv.paging import Paging
 
 
@@ -42,6 +43,7 @@ class Layout:
     data: int
     dtype_bytes: int
     kv_dtype_bytes: int
+    quant: str | None = None  # of matrices, see `models.quant`
     groups: LayerGroups | None = None  # that share pages; None: all layers are one
 
     def with_tensor(self, tensor: int) -> "Layout":
@@ -120,13 +122,31 @@ class Layout:
             - (0 if c.tied else c.vocab_size * c.embed)
         )
 
+    def _matrix_bytes(self, num_weights: float, num_channels: int) -> float:
+        """Of matrices with so many numbers and output channels."""
+        return num_weights * self.dtype_bytes if self.quant is None else num_weights + num_channels * SCALE_BYTES
+
+    @property
+    def _mlp_channels(self) -> int:
+        """Output channels of one MLP."""
+        return 2 * self.cfg.ffn + self.cfg.embed
+
     @property
     def weight_bytes(self) -> int:
         """On one device."""
-        c = self.cfg
-        layers = c.num_layers * (self.layer_weights + self._split_vectors)
-        split = layers + (1 if c.tied else 2) * c.vocab_size * c.embed
-        return (split // self.tensor + c.num_layers * self._whole_vectors + c.embed) * self.dtype_bytes
+        c, table = self.cfg, self.cfg.vocab_size * self.cfg.embed
+        heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        # Where inputs are split, and not channels, each device has the scales of all channels.
+        split_channels = heads + (c.experts.num * self._mlp_channels if c.experts else 2 * c.ffn)
+        whole_channels = c.embed if c.experts else 2 * c.embed
+        matrices = self._matrix_bytes(c.num_layers * self.layer_weights, c.num_layers * split_channels)
+        head = 0 if c.tied else self._matrix_bytes(table, c.vocab_size)
+        vectors = c.num_layers * self._split_vectors // self.tensor + c.num_layers * self._whole_vectors + c.embed
+        return int(
+            (matrices + head) // self.tensor
+            + self._matrix_bytes(0, c.num_layers * whole_channels)
+            + (table // self.tensor + vectors) * self.dtype_bytes
+        )
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """Of one device: experts that no row is expected to choose, if each is as likely as another."""
@@ -134,7 +154,7 @@ class Layout:
         if c.experts is None:
             return 0.0
         idle = c.experts.num * (1 - c.experts.per_token / c.experts.num) ** rows
-        return c.num_layers * idle * self._mlp_weights / self.tensor * self.dtype_bytes
+        return c.num_layers * idle * self._matrix_bytes(self._mlp_weights, self._mlp_channels) / self.tensor
 
     def copied_bytes(self, chip: Chip) -> int:
         """Weights of one device that its compiler is known to copy in a step."""
@@ -143,7 +163,9 @@ class Layout:
         # XLA copies a layer's gates and ups out of the stack for a ragged product: 224 of 227 MiB of temporaries of
         # Mixtral's decode step over 8 v6e (2.9 times the bytes that it must move).
         experts = 2 * self._mlp_weights // 3 * self.cfg.experts.num // self.tensor if self.cfg.experts else 0
-        return experts * self.dtype_bytes
+        # Triton's products have a layer's int8 matrices copied out of the stack (`ops.GPU_QUANTISED_OPTIONS`).
+        layer = self.layer_weights // self.tensor if self.quant and chip.platform == "gpu" else 0
+        return experts * self.dtype_bytes + layer
 
     def decode(self, rows: int, context_len: int) -> Work:
         """One token for each of `rows` rows (over all devices) that hold `context_len` tokens."""

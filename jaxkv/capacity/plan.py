@@ -27,6 +27,7 @@ from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.groups import group_layers
 from jaxkv.models.kv_heads import copy_kv_heads
+from jaxkv.models.quant import check_scheme
 from jaxkv.models.registry import find_family
 from jaxkv.ops import XLA
 from jaxkv.settings import KV_DTYPES, EngineConfig
@@ -45,6 +46,7 @@ class Question:
     config: Mapping[str, Any]  # as in config.json
     topology: Topology
     dtype: str = "bfloat16"  # of weights and activations
+    quant: str | None = None  # of the weights' matrices, see `models.quant`
     kv_dtype: str | None = None  # of K/V; None: the same
     max_len: int | None = None  # tokens a row may hold; None: what the model was trained for, or as many as fit
     max_rows: int | None = None  # None: the engine's default
@@ -74,6 +76,7 @@ class Report:
     tensor: int
     data: int
     dtype: str
+    quant: str | None
     kv_dtype: str
     page_size: int
     max_len: int
@@ -109,6 +112,7 @@ def make_plan(question: Question) -> Report:
 
 class _Planner:
     def __init__(self, question: Question) -> None:
+        check_scheme(question.quant)
         self.question = question
         self.chip = question.topology.chip
         self.notes: list[str] = []
@@ -119,7 +123,7 @@ class _Planner:
         self.layout = Layout(
             cfg=copy_kv_heads(self.cfg, self.tensor), tensor=self.tensor, data=self.data,
             dtype_bytes=DTYPE_BYTES[question.dtype], kv_dtype_bytes=KV_DTYPE_BYTES[self.kv_dtype],
-            groups=self.groups,
+            quant=question.quant, groups=self.groups,
         )  # fmt: skip
         self.paging = self.layout.paging(question.page_size, XLA.token_budget)
         topologies.check_compiler(self.chip)  # said before arithmetic that may end without it
@@ -182,7 +186,7 @@ class _Planner:
             max_len=max_len, max_rows=max_rows, page_size=q.page_size, num_pages=whole * self.data,
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
-        return AbstractEngine(q.config, self.mesh, config, dtype=q.dtype)
+        return AbstractEngine(q.config, self.mesh, config, dtype=q.dtype, quant=q.quant)
 
     def _report(self, budget: Budget, engine: AbstractEngine | None, steps: tuple[StepFacts, ...]) -> Report:
         q, chip = self.question, self.chip
@@ -194,8 +198,9 @@ class _Planner:
         work = self.layout.decode(decode.num_tokens if decode else 1, q.context_len)
         return Report(
             model=q.model, topology=q.topology.name, device_kind=chip.device_kind,
-            num_devices=q.topology.num_devices, tensor=self.tensor, data=self.data, dtype=q.dtype, kv_dtype=self.kv_dtype,
-            page_size=q.page_size, max_len=max_len, max_rows=max_rows, budget=budget, num_pages=budget.num_pages,
+            num_devices=q.topology.num_devices, tensor=self.tensor, data=self.data, dtype=q.dtype, quant=q.quant,
+            kv_dtype=self.kv_dtype, page_size=q.page_size, max_len=max_len, max_rows=max_rows, budget=budget,
+            num_pages=budget.num_pages,
             windows=self.groups.windows,
             num_tokens=budget.num_pages // self.groups.num * q.page_size * self.data, missing_bytes=missing,
             rows_at=tuple(RowsAt(context_len=n, num_rows=self._rows_at(budget, n)) for n in lengths),

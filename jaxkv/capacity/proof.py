@@ -37,9 +37,11 @@ class Case:
     tensor: int = 1
     data: int = 1
     programs: tuple[str, ...] = ("decode", "mixed")
+    quant: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.topology}-{self.model}-{self.data}x{self.tensor}".replace(":", "-")
+        quant = f"-{self.quant}" if self.quant else ""
+        return f"{self.topology}-{self.model}{quant}-{self.data}x{self.tensor}".replace(":", "-")
 
     @property
     def parsed(self) -> Topology:
@@ -106,7 +108,10 @@ def layout_of(case: Case, dtype_bytes: int = 2) -> Layout:
     """The case's model over its mesh."""
     config = KNOWN[case.model]
     cfg = copy_kv_heads(find_family(config).config_from_hf(config), case.tensor)
-    return Layout(cfg=cfg, tensor=case.tensor, data=case.data, dtype_bytes=dtype_bytes, kv_dtype_bytes=dtype_bytes)
+    return Layout(
+        cfg=cfg, tensor=case.tensor, data=case.data, dtype_bytes=dtype_bytes, kv_dtype_bytes=dtype_bytes,
+        quant=case.quant,
+    )  # fmt: skip
 
 
 def engine_of(case: Case, *, page_size: int = 16) -> AbstractEngine:
@@ -121,7 +126,7 @@ def engine_of(case: Case, *, page_size: int = 16) -> AbstractEngine:
     config = EngineConfig(
         num_pages=num_pages * case.data, max_rows=ROWS * case.data, max_len=MAX_LEN, page_size=page_size
     )
-    return AbstractEngine(KNOWN[case.model], mesh_of(case), config)
+    return AbstractEngine(KNOWN[case.model], mesh_of(case), config, quant=case.quant)
 
 
 def mesh_of(case: Case) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxkv.capacity.chips import Chip
 from jaxkv.capacity.geometry import Bound, Layout, bound, tensor_sizes
+from jaxkv.models.quant import SCHEMES
 from jaxkv.ops import XLA
 from jaxkv.paging import Paging
 
@@ -128,7 +129,9 @@ def advise(
         (f"--kv-dtype {name}", dataclasses.replace(layout, kv_dtype_bytes=size))
         for name, size in kv_dtypes.items()
         if size < layout.kv_dtype_bytes
-    ] + [
+    ]
+    others += [(f"--quant {name}", dataclasses.replace(layout, quant=name)) for name in SCHEMES if layout.quant is None]
+    others += [
         (f"--dtype {name}", dataclasses.replace(layout, dtype_bytes=size, kv_dtype_bytes=size))
         for name, size in dtypes.items()
         if size < layout.dtype_bytes

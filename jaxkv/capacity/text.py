@@ -13,7 +13,8 @@ def render(report: Report) -> str:
 
 def _lines(r: Report) -> Iterator[str]:
     devices = f"{r.num_devices} x {r.device_kind}, tensor={r.tensor} data={r.data}"
-    yield f"{r.model} on {r.topology}: {devices}, {r.dtype}, K/V in {r.kv_dtype}"
+    weights = f" with matrices in {r.quant}" if r.quant else ""
+    yield f"{r.model} on {r.topology}: {devices}, {r.dtype}{weights}, K/V in {r.kv_dtype}"
     yield ""
     yield from _memory(r)
     if not r.fits:

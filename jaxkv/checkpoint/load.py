@@ -20,6 +20,7 @@ from jaxkv.checkpoint.pieces import Piece, is_stacked, piece_name
 from jaxkv.checkpoint.source import ModelSource
 from jaxkv.errors import CheckpointError, ConfigError
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.quant import is_quantised, quantise_onto, shardings
 from jaxkv.models.registry import Family, find_family
 from jaxkv.progress import Progress
 from jaxkv.sharding import RULES, named
@@ -46,6 +47,7 @@ def load_model(
     dtype: np.dtype,
     mesh: Mesh,
     per_layer: bool,
+    quant: str | None = None,
     progress: bool | None = None,
 ) -> nnx.Module:
     """Builds the model with its weights on the devices.
@@ -54,46 +56,55 @@ def load_model(
         source: from `catalog.open_model`.
         family: from `model_config`.
         cfg: from `model_config`, maybe with copies of KV heads (`models.kv_heads`).
-        dtype: of all parameters.
+        dtype: of all parameters, before matrices are quantised.
         mesh: the parameters' logical axes are laid over it, see `sharding.RULES`.
         per_layer: one module per layer instead of stacked parameters.
+        quant: what becomes of matrices, see `models.quant`; each layer's are quantised as they arrive.
         progress: show a bar on stderr; None shows it on a terminal only.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen, unreadable or cut off; the message names them.
-        ConfigError: the mesh does not divide the model.
+        ConfigError: the mesh does not divide the model, or there is no such `quant`.
     """
-    graph, abstract = nnx.split(family.build(cfg, dtype, per_layer=per_layer))
+    graph, abstract = nnx.split(family.build(cfg, dtype, per_layer=per_layer, quant=quant))
     leaves = dict(nnx.to_flat_state(abstract))
     stored = nnx.state(family.build(cfg.as_stored, dtype, per_layer=per_layer))
     targets = sorted(_targets(leaves, dict(nnx.to_flat_state(stored)), mesh), key=lambda target: target.piece.order)
     pieces = [target.piece for target in targets]
     reader = source.reader(family.weight_map(cfg.as_stored))
     reader.check(pieces)
-    filled: dict[tuple[Any, ...], jax.Array] = {}
+    filled: dict[tuple[Any, ...], Any] = {}
     label = f"loading {source.location.name}"
     with Progress(label, total=sum(piece.num_bytes for piece in pieces), unit="B", show=progress) as bar:
         for target, array in zip(targets, reader.read(pieces), strict=True):
-            # Waiting bounds the transfers in flight; the reader's threads go on meanwhile.
-            array.block_until_ready()
-            if target.sharding != target.piece.sharding:
-                array = _copy_heads(array, family.copy_heads[target.piece.path], cfg.kv_copies, target.sharding)
+            leaf, piece = leaves[target.leaf], target.piece
+            value: Any = array
+            if target.sharding != piece.sharding:
+                value = _copy_heads(array, family.copy_heads[piece.path], cfg.kv_copies, target.sharding)
+            if is_quantised(leaf):
+                value = quantise_onto(value, leaf.num_in, shardings(leaf, mesh, skip=int(target.is_stacked)))
+            # Waiting bounds what is in flight; the reader's threads go on meanwhile.
+            jax.block_until_ready(value)
             if target.is_stacked:
-                assert target.piece.layer is not None
+                assert piece.layer is not None
                 stack = filled.get(target.leaf)
-                if stack is None:
-                    leaf = leaves[target.leaf]
-                    stack = jnp.zeros(leaf.shape, dtype, device=named(mesh, leaf.logical_axes))
-                array = _put_layer(stack, array, np.int32(target.piece.layer))
-            filled[target.leaf] = array
-            bar.advance(target.piece.num_bytes)
+                value = _put_layer(_empty(leaf, mesh) if stack is None else stack, value, np.int32(piece.layer))
+            filled[target.leaf] = value
+            bar.advance(piece.num_bytes)
     return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(filled[path])) for path, leaf in leaves.items()]))
 
 
+def _empty(leaf: Any, mesh: Mesh) -> Any:
+    """A parameter's arrays, of zeros."""
+    arrays, tree = jax.tree.flatten(leaf.get_value())
+    placed = zip(arrays, shardings(leaf, mesh), strict=True)
+    return jax.tree.unflatten(tree, [jnp.zeros(array.shape, array.dtype, device=where) for array, where in placed])
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, layer: jax.Array, index: np.int32) -> jax.Array:
-    """`stack[index] = layer`, in place."""
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+def _put_layer(stack: Any, layer: Any, index: np.int32) -> Any:
+    """`stack[index] = layer`, in place, of each array of a parameter."""
+    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, index, 0), stack, layer)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -117,18 +128,19 @@ def _targets(leaves: dict[tuple[Any, ...], Any], stored: dict[tuple[Any, ...], A
     for path, leaf in leaves.items():
         axes: tuple[str | None, ...] = leaf.logical_axes
         name, layer = piece_name(path)
-        _check_divides(name, leaf.shape, axes, mesh)
+        built: tuple[int, ...] = leaf.get_value().shape
+        _check_divides(name, built, axes, mesh)
         stacked = is_stacked(leaf)
         skip = 1 if stacked else 0
         sharding = named(mesh, axes[skip:])
-        shape = stored[path].shape
+        shape, dtype = stored[path].shape, np.dtype(stored[path].dtype)
         for at in range(shape[0]) if stacked else [layer]:
             piece = Piece(
                 path=name,
                 layer=at,
                 shape=shape[skip:],
-                dtype=np.dtype(leaf.dtype),
-                sharding=sharding if shape == leaf.shape else named(mesh, ()),  # heads to copy go everywhere
+                dtype=dtype,
+                sharding=sharding if shape == built else named(mesh, ()),  # heads to copy go everywhere
             )
             yield _Target(path, piece, sharding, stacked)
 

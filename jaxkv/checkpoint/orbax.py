@@ -26,6 +26,7 @@ from jaxkv.checkpoint.atomic import new_folder
 from jaxkv.checkpoint.pieces import Piece, check_shapes, is_stacked, piece_name
 from jaxkv.checkpoint.source import CHECKPOINT_MARKER, read_json
 from jaxkv.errors import CheckpointError, JaxkvError
+from jaxkv.models.quant import is_quantised
 from jaxkv.models.weights import WeightMap
 
 _FORMAT = 1
@@ -54,9 +55,9 @@ def save_checkpoint(
         save_tokenizer: writes the tokenizer's files into the folder it is given.
 
     Raises:
-        CheckpointError: the folder exists, or writing failed; nothing is left behind.
+        CheckpointError: the model is quantised, the folder exists, or writing failed; nothing is left behind.
     """
-    tree = _tree(model)
+    tree = _tree(model, target)
     leaves = jax.tree.leaves(tree)
     need = sum(leaf.nbytes for leaf in leaves)
     with new_folder(target) as folder:
@@ -173,11 +174,16 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _tree(model: nnx.Module) -> dict[str, Any]:
+def _tree(model: nnx.Module, target: Path) -> dict[str, Any]:
     """The parameters as nested dicts with one entry per layer."""
     tree: dict[str, Any] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         name, layer = piece_name(path)
+        if is_quantised(leaf):
+            raise CheckpointError(
+                f"{target}: {name} is quantised, and checkpoints hold weights as they are trained; save the model as it was "
+                "loaded without quant, and give quant when you load the checkpoint"
+            )
         value = leaf[...]
         if is_stacked(leaf):
             for index, part in enumerate(np.asarray(value)):

@@ -83,8 +83,10 @@ SAMPLING_OPTIONS = (
     Option("suppress_eos_until", "json: do not end before the output holds a complete JSON object or array", "WHAT"),
 )
 
+QUANT = Option("quant", "of the weights' matrices: int8, with a scale for each output channel", "SCHEME")
 LOAD_OPTIONS = (
     Option("dtype", "of weights and activations: auto, float32 or bfloat16", "DTYPE"),
+    QUANT,
     Option("kv_dtype", "of the KV cache: auto, float32, bfloat16 or float8_e4m3fn", "DTYPE"),
     Option("max_len", "tokens a sequence may hold, prompt and output", "N", int),
     Option("max_rows", "sequences running at once", "N", int),
@@ -135,7 +137,7 @@ def add_sampling_options(
     standard = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for option in SAMPLING_OPTIONS:
         if option.field not in skip:
-            _add(group, option, default=(standard | dict(defaults or {}))[option.field])
+            add_option(group, option, default=(standard | dict(defaults or {}))[option.field])
     if "structured" not in skip:
         _add_structured(parser)
     parser.set_defaults(**(defaults or {}))
@@ -219,7 +221,7 @@ def add_cache_options(parser: argparse.ArgumentParser, *, skip: Collection[str] 
     group = parser.add_argument_group("prefix cache")
     for option in CACHE_OPTIONS:
         if option.field not in skip:
-            _add(group, option)
+            add_option(group, option)
 
 
 def cache_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -261,9 +263,9 @@ def add_model_options(
         group.add_argument("-m", "--model", required=True, metavar="MODEL", help=what)
     for option in LOAD_OPTIONS:
         if option.field not in skip:
-            _add(group, option)
+            add_option(group, option)
     if engine_seed:
-        _add(group, ENGINE_SEED)
+        add_option(group, ENGINE_SEED)
     add_verbose_option(group)
 
 
@@ -287,7 +289,8 @@ def load(args: argparse.Namespace, *, engine_seed: bool = False) -> "LLM":
     return LLM.load(args.model, **load_arguments(args, engine_seed=engine_seed))
 
 
-def _add(parser: argparse._ActionsContainer, option: Option, *, default: Any = None) -> None:
+def add_option(parser: argparse._ActionsContainer, option: Option, *, default: Any = None) -> None:
+    """Adds one flag; without it, the namespace has no such field."""
     if option.kind in ("on", "off"):
         parser.add_argument(
             option.flag, dest=option.field, action="store_const", const=option.kind == "on",

@@ -5,8 +5,7 @@ import json
 import sys
 from typing import Any
 
-from jaxkv.cli.options import add_verbose_option
-from jaxkv.errors import ConfigError
+from jaxkv.cli.options import QUANT, add_option, add_verbose_option
 
 _DESCRIPTION = """\
 Says whether a model fits accelerators that you do not have here, how many tokens of cache are left, and how fast it can
@@ -39,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--kv-dtype", choices=("bfloat16", "float32", "float8_e4m3fn"), help="of the KV cache (default: as --dtype)"
     )
-    parser.add_argument("--quant", metavar="SCHEME", help="refused: the engine runs weights in --dtype only, for now")
+    add_option(parser, QUANT)
     parser.add_argument("--tensor", type=_count, metavar="N", help="devices over which weights and K/V heads are split")
     parser.add_argument("--data", type=_count, metavar="N", help="devices over which sequences are split")
     parser.add_argument(
@@ -83,17 +82,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv.capacity.plan import LENGTHS, Question, make_plan
     from jaxkv.capacity.report import to_json
 
-    if args.quant:
-        raise ConfigError(
-            f"--quant {args.quant}: jaxkv does not run quantised weights yet; plan with --dtype, and --kv-dtype for the cache"
-        )
     if args.plot:
         plot.check_matplotlib()
     report = make_plan(
         Question(
             model=args.model, config=read_config(args.model), topology=parse_topology(args.topology),
-            dtype=args.dtype, kv_dtype=args.kv_dtype, max_len=args.max_len, max_rows=args.max_rows, page_size=args.page_size,
-            tensor=args.tensor, data=args.data, lengths=args.lengths or LENGTHS, context_len=args.context_len,
+            dtype=args.dtype, quant=getattr(args, "quant", None), kv_dtype=args.kv_dtype, max_len=args.max_len,
+            max_rows=args.max_rows, page_size=args.page_size, tensor=args.tensor, data=args.data,
+            lengths=args.lengths or LENGTHS, context_len=args.context_len,
         )
     )  # fmt: skip
     print(json.dumps(_finite(to_json(report))) if args.json else text.render(report))

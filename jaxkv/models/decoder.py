@@ -25,16 +25,16 @@ class DecoderLayer(nnx.Module):
     def __init__(self, cfg: ModelConfig, dtype: jnp.dtype, stack: tuple[int, ...] = ()):
         k, g, d, e, f = cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, cfg.head_dim, cfg.embed, cfg.ffn
 
-        def p(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param:
-            return param(*stack, *shape, dtype=dtype, axes=(*("layers",) * len(stack), *axes))
+        def p(*shape: int, axes: tuple[str | None, ...], num_in: int = 0) -> nnx.Param:
+            return param(*stack, *shape, dtype=dtype, axes=(*("layers",) * len(stack), *axes), num_in=num_in)
 
         self.cfg = cfg
         if cfg.pre_norm:
             self.attn_norm, self.mlp_norm = p(e, axes=(None,)), p(e, axes=(None,))
         if cfg.post_norm:
             self.attn_out_norm, self.mlp_out_norm = p(e, axes=(None,)), p(e, axes=(None,))
-        self.qkv = p(k, g + 2, d, e, axes=("kv_heads", None, None, None))
-        self.out = p(e, k, g * d, axes=(None, "kv_heads", None))
+        self.qkv = p(k, g + 2, d, e, axes=("kv_heads", None, None, None), num_in=1)
+        self.out = p(e, k, g * d, axes=(None, "kv_heads", None), num_in=2)
         if cfg.qkv_bias:
             self.qkv_bias = p(k, g + 2, d, axes=("kv_heads", None, None))
         if cfg.out_bias:
@@ -47,11 +47,11 @@ class DecoderLayer(nnx.Module):
         if cfg.experts is not None:
             x = cfg.experts.num
             self.router = p(x, e, axes=(None, None))
-            self.gate_up = p(x, 2, f, e, axes=("experts", None, None, None))
-            self.down = p(x, e, f, axes=("experts", None, None))
+            self.gate_up = p(x, 2, f, e, axes=("experts", None, None, None), num_in=1)
+            self.down = p(x, e, f, axes=("experts", None, None), num_in=1)
             return
-        self.gate_up = p(2, f, e, axes=(None, "ffn", None))
-        self.down = p(e, f, axes=(None, "ffn"))
+        self.gate_up = p(2, f, e, axes=(None, "ffn", None), num_in=1)
+        self.down = p(e, f, axes=(None, "ffn"), num_in=1)
         if cfg.mlp_bias:
             self.gate_up_bias = p(2, f, axes=(None, "ffn"))
             self.down_bias = p(e, axes=(None,))
@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
             self.layers = self.Layer(cfg, dtype, (cfg.num_layers,))
         self.final_norm = param(cfg.embed, dtype=dtype, axes=(None,))
         if not cfg.tied:
-            self.head = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None))
+            self.head = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None), num_in=1)
 
     def hidden(self, token_ids: jax.Array, positions: jax.Array, pool: Any, attend: Attend) -> tuple[jax.Array, Any]:
         """int32 `token_ids [T]` at `positions [T]` -> final hidden states `[T, E]` and the pool with their K/V."""

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.kv_heads import COPY_HEADS
+from jaxkv.models.quant import check_scheme, with_quantised_matrices
 from jaxkv.models.weights import WeightMap
 
 
@@ -31,6 +32,12 @@ class Family:
     # Changes with the source of `module`: names its compiled programs on disk. jaxkv's own source counts anyway.
     revision: str = ""
 
-    def build(self, cfg: ModelConfig, dtype: np.dtype, *, per_layer: bool) -> nnx.Module:
-        """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
-        return nnx.eval_shape(lambda: self.module(cfg, dtype, per_layer=per_layer))
+    def build(self, cfg: ModelConfig, dtype: np.dtype, *, per_layer: bool, quant: str | None = None) -> nnx.Module:
+        """The module with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated.
+
+        Raises:
+            ConfigError: `quant` is not a scheme of `models.quant`.
+        """
+        check_scheme(quant)
+        module = nnx.eval_shape(lambda: self.module(cfg, dtype, per_layer=per_layer))
+        return module if quant is None else with_quantised_matrices(module)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkv.models.quant import Quantised, scaled
+
 
 class Attend(Protocol):
     """Writes the new keys and values of one layer into the pool and attends; built by the step programs."""
@@ -34,13 +36,16 @@ class Attend(Protocol):
         ...
 
 
-def param(*shape: int, dtype: jnp.dtype, axes: tuple[str | None, ...]) -> nnx.Param:
+def param(*shape: int, dtype: jnp.dtype, axes: tuple[str | None, ...], num_in: int = 0) -> nnx.Param:
     """A parameter of zeros with one logical axis name per dimension (see `sharding.RULES`).
 
     Modules are only ever built under `nnx.eval_shape`, so nothing is allocated here.
+
+    Args:
+        num_in: last axes that products contract, of a matrix that `linear` takes; such a one may be quantised (`quant`).
     """
     assert len(shape) == len(axes)
-    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes, num_in=num_in)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -67,16 +72,17 @@ class PerLayer:
         return cls(*children)
 
 
-Weight = jax.Array | PerLayer
+Weight = jax.Array | PerLayer | Quantised
 
 
 def apply(function: Callable[..., jax.Array], weights: tuple[Weight, ...], *args: jax.Array) -> jax.Array:
-    """`function(*weights, *args)`; the weights are all `PerLayer` or none is."""
-    if not isinstance(weights[0], PerLayer):
+    """`function(*weights, *args)`; the arrays of the weights are all `PerLayer` or none is."""
+    arrays, tree = jax.tree.flatten(weights, is_leaf=lambda each: isinstance(each, PerLayer))
+    if not isinstance(arrays[0], PerLayer):
         return function(*weights, *args)
-    columns = [weight.arrays for weight in weights if isinstance(weight, PerLayer)]
-    branches = [functools.partial(function, *arrays) for arrays in zip(*columns, strict=True)]
-    return jax.lax.switch(weights[0].layer, branches, *args)
+    layers = zip(*(each.arrays for each in arrays), strict=True)
+    branches = [functools.partial(function, *jax.tree.unflatten(tree, layer)) for layer in layers]
+    return jax.lax.switch(arrays[0].layer, branches, *args)
 
 
 def read(weight: Weight) -> jax.Array:
@@ -93,6 +99,9 @@ def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype |
         # XLA:CPU multiplies bf16 into float32 twice as fast as into bf16 (SmolLM2's products: 13 against 27 ms for 1-2
         # rows, 20 against 37 ms for 16, with AVX512-BF16).
         return apply(lambda array, x: _linear_merged(x, array, num_in), (weight,), x).astype(x.dtype)
+    if isinstance(weight, Quantised):
+        return scaled(linear(x, weight.values, num_in, out_dtype), read(weight.scale)[None])
+    weight = weight.astype(x.dtype)  # int8
     num_out = weight.ndim - num_in
     # The out axes stay as they are: merged, one that is split over devices and not the first would be gathered.
     return jax.lax.dot_general(

@@ -4,6 +4,7 @@ Axis letters: T tokens, E embed, F ffn of an expert, X experts, k experts of a t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv import sharding
 from jaxkv.models.config import Experts
 from jaxkv.models.layers import Weight, apply, linear
+from jaxkv.models.quant import Quantised, scaled
 
 
 def mixture(
@@ -31,10 +33,10 @@ def mixture(
     place = jnp.argsort(order).reshape(chosen.shape)  # [T, k]: where the rows of a token are after sorting
     sizes = jnp.bincount(chosen.reshape(-1), length=experts.num).astype(jnp.int32)
 
-    def on_device(gate_up: jax.Array, down: jax.Array, ids: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def on_device(gate_up: Any, down: Any, ids: jax.Array, *arrays: jax.Array) -> jax.Array:
         return _local_mixture(gate_up, down, ids, *arrays, activation=activation)
 
-    def on_all(gate_up: jax.Array, down: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def on_all(gate_up: Any, down: Any, *arrays: jax.Array) -> jax.Array:
         ids = jnp.arange(experts.num, dtype=jnp.int32)
         return sharding.sum_over_tensor_shards(on_device, num_split=3)(gate_up, down, ids, *arrays)
 
@@ -42,8 +44,8 @@ def mixture(
 
 
 def _local_mixture(
-    gate_up: jax.Array,  # [x, 2, F, E], x: experts of this device
-    down: jax.Array,  # [x, E, F]
+    gate_up: jax.Array | Quantised,  # [x, 2, F, E], x: experts of this device
+    down: jax.Array | Quantised,  # [x, E, F]
     ids: jax.Array,  # int32 [x]: which experts these are
     x: jax.Array,  # [T, E]
     weights: jax.Array,  # float32 [T, k]
@@ -66,8 +68,11 @@ def _local_mixture(
     return (out * weights[..., None]).sum(axis=1).astype(x.dtype)
 
 
-def _ragged_linear(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged_linear(rows: jax.Array, weight: jax.Array | Quantised, sizes: jax.Array) -> jax.Array:
     """`rows [N, in]`, the first `sizes[0]` by `weight[0] [out.., in]` and so on; anything after the last group."""
+    if isinstance(weight, Quantised):
+        product = _ragged_linear(rows, weight.values.astype(rows.dtype), sizes)
+        return scaled(product, jnp.repeat(weight.scale, sizes, axis=0, total_repeat_length=rows.shape[0]))
     num_groups, *out_shape, num_in = weight.shape
     out = jax.lax.ragged_dot_general(
         rows,

@@ -38,7 +38,7 @@ def report() -> Report:
     one = layout(tensor=8)
     return Report(
         model="llama-3.1-8b", topology="v6e:2x4", device_kind="TPU v6 lite", num_devices=8, tensor=8, data=1,
-        dtype="bfloat16", kv_dtype="bfloat16", page_size=16, max_len=8192, max_rows=256,
+        dtype="bfloat16", quant="int8", kv_dtype="bfloat16", page_size=16, max_len=8192, max_rows=256,
         budget=Budget(usable=31 * GIB, weights=2 * GIB, state=2**20, temp=2**20, page=262144), num_pages=100_000,
         num_tokens=1_600_000, missing_bytes=0, rows_at=(), steps=(STEP,), complaints={"decode": ()}, min_bytes=2.0,
         moved_bytes=2.5, bounds=tuple(bounds(one, parse_topology("v6e:2x4").chip, [1, 256], 1024)), advice=(), notes=(),
@@ -73,7 +73,14 @@ def test_a_long_row_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prints(report: Report) -> None:
     printed = text.render(report)
-    for said in ("tensor=8 data=1", "1,600,000 tokens in all", "2 all-reduce", "copy none of it", "1.25 x the least"):
+    for said in (
+        "tensor=8 data=1",
+        "bfloat16 with matrices in int8",
+        "1,600,000 tokens in all",
+        "2 all-reduce",
+        "copy none of it",
+        "1.25 x the least",
+    ):
         assert said in printed
     bad = dataclasses.replace(report, complaints={"decode": ("it copies",)}, notes=("rows halved",))
     assert "decode: it copies" in text.render(bad) and "rows halved" in text.render(bad)
@@ -110,11 +117,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[Question]:
 
 def test_command(asked: list[Question], capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-len", "4096", "--max-rows", "8", "--page-size", "32", "--tensor", "4", "--data", "2",
-             "--lengths", "10,20", "--context-len", "77", "--dtype", "float32", "--kv-dtype", "float8_e4m3fn"]  # fmt: skip
+             "--lengths", "10,20", "--context-len", "77", "--dtype", "float32", "--kv-dtype", "float8_e4m3fn",
+             "--quant", "int8"]  # fmt: skip
     assert main(["plan", "llama-3.1-8b", "--topology", "v6e:2x4", *flags]) == 0
     (got,) = asked
     assert (got.max_len, got.max_rows, got.page_size, got.tensor, got.data) == (4096, 8, 32, 4, 2)
     assert (got.lengths, got.context_len, got.dtype, got.kv_dtype) == ((10, 20), 77, "float32", "float8_e4m3fn")
+    assert got.quant == "int8"
     assert "tokens in all" in capsys.readouterr().out
 
 
@@ -129,7 +138,7 @@ def test_json_and_exit_status(asked: list[Question], capsys: pytest.CaptureFixtu
     [
         (["gpt-9", "--topology", "v6e:2x4"], "nor a known name (llama-2-7b"),
         (["llama-3.1-8b", "--topology", "v6e-8"], "is not CHIP:AxB"),
-        (["llama-3.1-8b", "--topology", "v6e:2x4", "--quant", "int8"], "does not run quantised weights"),
+        (["llama-3.1-8b", "--topology", "v6e:2x4", "--quant", "int4"], "quant='int4' is not supported"),
     ],
 )
 def test_refusals(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,18 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxkv import sharding
 from jaxkv.capacity.chips import CHIPS
 from jaxkv.capacity.geometry import Layout, bound, tensor_sizes
 from jaxkv.capacity.known import KNOWN
 from jaxkv.capacity.report import Budget, advise, batch_sizes, bounds, larger_slice, rows_at, to_json
+from jaxkv.models.quant import shardings
 from jaxkv.models.registry import find_family
 from jaxkv.paging import Paging
 from jaxkv.sharding import RULES
@@ -47,6 +51,23 @@ def test_every_number_is_counted(name: str) -> None:
         assert one.num_weights == sum(sizes)
         here = sum(size // tensor if is_split else size for size, is_split in zip(sizes, split, strict=True))
         assert one.weight_bytes == 2 * here
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-2b", "qwen2.5-7b", "mixtral-8x7b"])
+def test_every_byte_of_quantised_weights_is_counted(name: str) -> None:
+    """The arithmetic against the arrays themselves, tied and not, with biases, with experts."""
+    family, mesh = find_family(KNOWN[name]), sharding.make_mesh(2)
+    one = dataclasses.replace(layout(name, tensor=2), quant="int8")
+    state = nnx.state(family.build(one.cfg, np.dtype(jnp.bfloat16), per_layer=False, quant="int8"))
+    arrays = [
+        math.prod(where.shard_shape(array.shape)) * array.dtype.itemsize
+        for _, leaf in nnx.to_flat_state(state)
+        for array, where in zip(jax.tree.leaves(leaf), shardings(leaf, mesh), strict=True)
+    ]
+    assert one.weight_bytes == sum(arrays)
+    unread = 0 if one.cfg.tied else (one.cfg.vocab_size // 2 - 1) * one.cfg.embed * 2
+    assert one.decode(1, 0).weight_bytes == one.weight_bytes - unread - one._idle_expert_bytes(1)
+    assert one.decode(1, 0).flops == layout(name, tensor=2).decode(1, 0).flops
 
 
 def test_experts_and_windows_are_counted_as_they_are_read() -> None:
@@ -122,9 +143,18 @@ def test_advice_names_the_nearest_setting() -> None:
         dtypes={"bfloat16": 2, "float32": 4},
         kv_dtypes={"float8_e4m3fn": 1},
     )
-    assert [advice.setting for advice in found] == ["--tensor 8"]
+    assert [advice.setting for advice in found] == ["--tensor 8", "--quant int8"]
     larger = larger_slice(one, budget, CHIPS["v6e"], page_size=16, max_len=4096)
     assert larger is not None and larger.setting == "a topology of 8 or more v6e chips"
+
+
+def test_advice_quantises() -> None:
+    """One device holds 8B in int8, and not in bfloat16."""
+    one = layout()
+    budget = Budget(usable=12 * 2**30, weights=one.weight_bytes, state=0, temp=0, page=one.token_bytes * 16)
+    settings = {"num_devices": 1, "page_size": 16, "max_len": 4096, "dtypes": {}, "kv_dtypes": {}}
+    assert [advice.setting for advice in advise(one, budget, **settings)] == ["--quant int8"]
+    assert advise(dataclasses.replace(one, quant="int8"), budget, **settings) == []
 
 
 def test_advice_shortens_rows() -> None:

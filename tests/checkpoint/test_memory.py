@@ -17,7 +17,7 @@ from jaxkv.convert import convert
 from tests.checkpoint.tools import BF16, hf_config, random_tensors, write_hf
 
 pytestmark = pytest.mark.slow
-WAYS = [(dtype, mode) for mode in ("per_layer", "stacked", "convert") for dtype in ("bfloat16", "float32")]
+WAYS = [(dtype, mode) for mode in ("per_layer", "stacked", "convert", "int8") for dtype in ("bfloat16", "float32")]
 
 
 def ways(*usual: tuple[str, str], modes: tuple[str, ...] = ("per_layer", "stacked")) -> pytest.MarkDecorator:
@@ -45,8 +45,8 @@ LOADER = """
     if mode == "convert":
         built = family.build(cfg, np.dtype(dtype), per_layer=True)
     else:
-        per_layer = mode == "per_layer"
-        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), per_layer=per_layer)
+        layout = {"per_layer": mode != "stacked", "quant": "int8" if mode == "int8" else None}
+        built = load_model(source, family, cfg, dtype=np.dtype(dtype), mesh=make_mesh(1), **layout)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(built)))
     # of this program alone; `ru_maxrss` would count the parent's memory before exec
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -77,7 +77,10 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @ways(
-    ("bfloat16", "per_layer"), ("float32", "stacked"), ("float32", "convert"), modes=("per_layer", "stacked", "convert")
+    ("bfloat16", "per_layer"),
+    ("float32", "stacked"),
+    ("float32", "convert"),
+    modes=("per_layer", "stacked", "convert", "int8"),
 )
 def test_hugging_face(big: Path, dtype: str, mode: str) -> None:
     measure(big, dtype, mode)

@@ -109,6 +109,29 @@ def _take_likeliest(
     return state, ids, sampler.no_logprobs(rows.shape[0])
 
 
+@pytest.mark.parametrize(
+    ("topology", "tensor", "most"),
+    [
+        ("v6e:2x4", 8, 1.15),
+        pytest.param("v6e:1x1", 1, 1.15, marks=pytest.mark.exhaustive),
+        # Copied out of the stack, see `ops.GPU_QUANTISED_OPTIONS`: if this fails for less, all the better.
+        pytest.param("h200x1", 1, 2.6, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_quantised_weights_stay_so_up_to_the_product(topology: str, tensor: int, most: float) -> None:
+    """No layer of them is written in bfloat16: the temporaries have no room for it, and the bytes moved are int8's."""
+    case = Case(topology, "llama-3.1-8b", tensor=tensor, programs=("decode",), quant="int8")
+    need(case)
+    proof = prove(case)
+    assert proof.complaints == ((),)
+    assert (
+        proof.weight_bytes
+        == layout_of(case).weight_bytes
+        < 0.54 * layout_of(dataclasses.replace(case, quant=None)).weight_bytes
+    )
+    assert most - 0.2 < proof.ratio <= most
+
+
 # --- what the checks are worth: programs that copy the pool -----------------------------------------------------------
 
 
