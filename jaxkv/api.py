@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv.build import build_engine
 from jaxkv.cache_control import CacheControl, Caching, ttl_s
 from jaxkv.chat_cache import read_marks
+from jaxkv.device.settings import EngineConfig
 from jaxkv.errors import RequestError
 from jaxkv.explain import Explanation, explain_live
 from jaxkv.outputs import OutputBuilder
@@ -18,10 +19,9 @@ from jaxkv.request import RequestOutput, SamplingParams
 from jaxkv.request_loop import Prompt, RequestLoop
 from jaxkv.request_loop import Stats as Stats
 from jaxkv.saving import SavedPrefix, save_prefix
-from jaxkv.session import Session
-from jaxkv.settings import EngineConfig
+from jaxkv.sessions.session import Session
+from jaxkv.sessions.transcript import ChatTranscript, TextTranscript
 from jaxkv.stream import TextStream
-from jaxkv.transcript import ChatTranscript, TextTranscript
 
 Each = TypeVar("Each")
 

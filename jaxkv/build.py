@@ -9,11 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv import ops, page_transfer, prefix_cache, sharding
+from jaxkv import ops, sharding
+from jaxkv.cache import prefix_cache
+from jaxkv.cache.tier_files import PageFolder, PageFormat
+from jaxkv.cache.tier_store import TierStore
 from jaxkv.catalog import cache_dir, open_model
 from jaxkv.checkpoint.load import load_model, model_config
 from jaxkv.checkpoint.source import ModelSource
-from jaxkv.compile_cache import use_compilation_cache
+from jaxkv.device import page_transfer
+from jaxkv.device.compile_cache import use_compilation_cache
+from jaxkv.device.program_cache import ProgramCache
+from jaxkv.device.runner import Runner
+from jaxkv.device.settings import EngineConfig, Resolved, resolve
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.grammar.compiler import GrammarCompiler
@@ -23,12 +30,7 @@ from jaxkv.intake import Intake
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.registry import Family
-from jaxkv.program_cache import ProgramCache
-from jaxkv.runner import Runner
-from jaxkv.scheduler import Scheduler
-from jaxkv.settings import EngineConfig, Resolved, resolve
-from jaxkv.tier_files import PageFolder, PageFormat
-from jaxkv.tier_store import TierStore
+from jaxkv.schedule.scheduler import Scheduler
 from jaxkv.tokenizer import Tokenizer, load_tokenizer
 from jaxkv.tool_formats import SPECIAL_TEXTS
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxkv.admission import check_whole
+from jaxkv.cache.tier_store import TierStore
+from jaxkv.device.runner import InFlight, Runner
 from jaxkv.errors import RequestError
 from jaxkv.events import Committed, Finished
 from jaxkv.grammar.compiled import CompiledGrammar
@@ -21,10 +22,9 @@ from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.outputs import OutputBuilder
 from jaxkv.recorder import Recorder
 from jaxkv.request import FinishReason, Request, SamplingParams
-from jaxkv.runner import InFlight, Runner
-from jaxkv.scheduler import Scheduler, SchedulerStats
+from jaxkv.schedule.admission import check_whole
+from jaxkv.schedule.scheduler import Scheduler, SchedulerStats
 from jaxkv.tier_mover import TierMover
-from jaxkv.tier_store import TierStore
 from jaxkv.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxkv.events import Committed, Finished
-from jaxkv.sequence import Sequence
+from jaxkv.schedule.sequence import Sequence
 
 MAX_ENDED = 512  # completions that are remembered after their end
 MAX_STEPS = 20_000  # steps that are remembered: some minutes

@@ -11,16 +11,16 @@ import numpy as np
 
 from jaxkv.cache_control import Caching
 from jaxkv.chat_cache import read_marks
+from jaxkv.device.settings import EngineConfig
 from jaxkv.engine import Engine
 from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
-from jaxkv.page_map import SchedulerView
 from jaxkv.recorder import Recorder
 from jaxkv.request import Request, SamplingParams
-from jaxkv.scheduler import SchedulerStats
-from jaxkv.settings import EngineConfig
+from jaxkv.schedule.page_map import SchedulerView
+from jaxkv.schedule.scheduler import SchedulerStats
 
 Prompt = str | Sequence[int]
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxkv.cache.tier_store import Arriving, TierStore
 from jaxkv.plan import MoveKind, PageAt, PageMove
-from jaxkv.scheduler import Scheduler
-from jaxkv.tier_store import Arriving, TierStore
+from jaxkv.schedule.scheduler import Scheduler
 
 
 class Pool(Protocol):

@@ -23,7 +23,10 @@ from flax import nnx
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jaxkv import ops, sharding
-from jaxkv.batch import Buckets
+from jaxkv.device.batch import Buckets
+from jaxkv.device.kv_pool import PoolSpec
+from jaxkv.device.runner import Runner
+from jaxkv.device.settings import grammar_sizes
 from jaxkv.grammar.compiled import OnDevice
 from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.grammar.host import GuidanceMatcher, HostGrammars
@@ -31,12 +34,9 @@ from jaxkv.grammar.host_masks import HostMasks
 from jaxkv.grammar.room import GrammarRoom
 from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.grammar_layout import GrammarPlace
-from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.registry import find_family
 from jaxkv.plan import Chunk, PageWrite, RowSetup, StepPlan
 from jaxkv.request import SamplingParams
-from jaxkv.runner import Runner
-from jaxkv.settings import grammar_sizes
 from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex
 
 PAGE, MAX_LEN = 16, 512

@@ -20,10 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from jaxkv.batch import Buckets, make_buckets, pack_mixed, pad_writes, spread
 from jaxkv.config import SchedulerConfig
+from jaxkv.device.batch import Buckets, make_buckets, pack_mixed, pad_writes, spread
 from jaxkv.plan import StepPlan
-from jaxkv.scheduler import Scheduler
+from jaxkv.schedule.scheduler import Scheduler
 from tests.fake_model import make_request
 from tests.fake_runner import CheapRunner
 

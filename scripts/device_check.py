@@ -24,13 +24,14 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the oracle in tests/kernels
 
-from jaxkv import kv_pool, ops, sharding
+from jaxkv import ops, sharding
 from jaxkv.capacity.known import KNOWN
+from jaxkv.device import kv_pool
+from jaxkv.device.row_state import RowState
+from jaxkv.device.settings import EngineConfig, resolve
+from jaxkv.device.step_programs import StepPrograms
 from jaxkv.models.registry import find_family
 from jaxkv.ops import Backend
-from jaxkv.row_state import RowState
-from jaxkv.settings import EngineConfig, resolve
-from jaxkv.step_programs import StepPrograms
 from kernels_pallas.paged_attention import Tiles
 from tests.kernels import cases
 

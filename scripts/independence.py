@@ -24,7 +24,7 @@ from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.bench import workloads
 from jaxkv.bench.measure import UsageProbe
 from jaxkv.bench.replay import RequestLens, replay, standard_allocators
-from jaxkv.sampler import draw_key
+from jaxkv.device.sampler import draw_key
 
 TIE = 1e-4  # scores closer than this may come out in either order
 MAX_ROWS = 16

@@ -30,6 +30,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jaxkv import LLM, SamplingParams, ops, sharding
+from jaxkv.device.runner import Runner
+from jaxkv.device.settings import EngineConfig, resolve
 from jaxkv.engine import Engine
 from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import OnDevice
@@ -40,9 +42,7 @@ from jaxkv.grammar.vocabulary import vocabulary_of
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.request import FinishReason, RequestOutput
-from jaxkv.runner import Runner
-from jaxkv.scheduler import Scheduler
-from jaxkv.settings import EngineConfig, resolve
+from jaxkv.schedule.scheduler import Scheduler
 from jaxkv.structured import JsonSchema
 from jaxkv.tokenizer.base import SpecialTokens, Tokenizer
 from scripts.bench_grammar_build import made_up

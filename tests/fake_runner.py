@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv.cache.tier_store import TierStore
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
 from jaxkv.plan import Chunk, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
 from jaxkv.request import FinishReason, Request
-from jaxkv.scheduler import Scheduler
+from jaxkv.schedule.scheduler import Scheduler
 from jaxkv.tier_mover import TierMover
-from jaxkv.tier_store import TierStore
 from tests.fake_model import MASK, extend, generate_alone, kv_of, logprob, sample, weight
 
 

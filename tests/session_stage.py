@@ -5,12 +5,12 @@ from typing import Any
 
 from jaxkv.api import LLM
 from jaxkv.config import SchedulerConfig
+from jaxkv.device.settings import EngineConfig
 from jaxkv.engine import Engine
 from jaxkv.intake import Intake
 from jaxkv.plan import StepPlan, StepResult
 from jaxkv.request import RequestOutput, SamplingParams
-from jaxkv.scheduler import Scheduler
-from jaxkv.settings import EngineConfig
+from jaxkv.schedule.scheduler import Scheduler
 from tests.fake_model import VOCAB, generate_alone, make_request, small_config
 from tests.fake_runner import FakeRunner
 

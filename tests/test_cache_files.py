@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxkv.cache.tier_files import HEADER_BYTES, PageFolder, PageFormat
 from jaxkv.cli.command import main
 from jaxkv.plan import PageNote
-from jaxkv.tier_files import HEADER_BYTES, PageFolder, PageFormat
 
 ROOT = b"r" * 32
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxkv import compile_cache
-from jaxkv.compile_cache import drop_half_written, use_compilation_cache
+from jaxkv.device import compile_cache
+from jaxkv.device.compile_cache import drop_half_written, use_compilation_cache
 
 
 def dead_pid() -> int:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import program_cache
+from jaxkv.device import program_cache
+from jaxkv.device.program_cache import MAX_ENGINES, ProgramCache
 from jaxkv.errors import ConfigError
-from jaxkv.program_cache import MAX_ENGINES, ProgramCache
 
 
 def make_cache(root: Path, *facts: object) -> ProgramCache:
@@ -61,7 +61,7 @@ def test_other_facts_other_programs(tmp_path: Path) -> None:
 
 
 def test_changed_source_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_cache, "__file__", str(tmp_path / "jaxkv" / "program_cache.py"))
+    monkeypatch.setattr(program_cache, "__file__", str(tmp_path / "jaxkv" / "device" / "program_cache.py"))
     source = tmp_path / "kernels_pallas" / "op" / "tuned.py"
     source.parent.mkdir(parents=True)
     seen = set()

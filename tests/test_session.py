@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.errors import RequestError
 from jaxkv.request import FinishReason
-from jaxkv.session import SessionReport
+from jaxkv.sessions.session import SessionReport
 from tests.fake_model import make_prompt
 from tests.session_stage import EOS, PAGE, check_alone, check_idle, fake_llm, params, tokens_of
 

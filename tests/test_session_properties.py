@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxkv.request import RequestOutput
-from jaxkv.session import Session, Turn
+from jaxkv.sessions.session import Session, Turn
 from tests.fake_model import VOCAB
 from tests.session_stage import PAGE, check_alone, check_idle, fake_llm, params
 

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import kv_pool, ops, sharding
+from jaxkv import ops, sharding
+from jaxkv.device import kv_pool
+from jaxkv.device.kv_pool import PoolSpec
+from jaxkv.device.settings import EngineConfig, Resolved, resolve
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.kv_pool import PoolSpec
 from jaxkv.models.config import LayerKind
 from jaxkv.models.rope import Rope
-from jaxkv.settings import EngineConfig, Resolved, resolve
 from tests import tiny
 
 GB = 10**9

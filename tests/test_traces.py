@@ -11,12 +11,12 @@ from jaxkv.bench.run import prefix
 from jaxkv.bench.traces import TRACES, Trace, TraceRequest, chat, workload
 from jaxkv.cli.command import build_parser
 from jaxkv.config import SchedulerConfig
+from jaxkv.device.settings import EngineConfig
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
-from jaxkv.scheduler import Scheduler
-from jaxkv.settings import EngineConfig
+from jaxkv.schedule.scheduler import Scheduler
 from tests.fake_model import make_request
 from tests.fake_runner import CheapRunner
 

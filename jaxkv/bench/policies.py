@@ -37,7 +37,7 @@ from jaxkv.events import Committed
 from jaxkv.outputs import OutputBuilder
 from jaxkv.plan import StepPlan, StepResult
 from jaxkv.request import RequestOutput, SamplingParams
-from jaxkv.scheduler import Scheduler
+from jaxkv.schedule.scheduler import Scheduler
 
 ROWS = 2  # requests that run at once in a small pool
 SHARES = (fractions.Fraction(1, 2), fractions.Fraction(1, 4))  # that the small pools hold of all pages

@@ -17,16 +17,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv import kv_pool, ops, sharding
-from jaxkv.batch import TILE_COLUMNS
+from jaxkv import ops, sharding
 from jaxkv.capacity import hlo, traffic
+from jaxkv.device import kv_pool
+from jaxkv.device.batch import TILE_COLUMNS
+from jaxkv.device.settings import EngineConfig, resolve
+from jaxkv.device.step_programs import StepPrograms
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.quant import shardings
 from jaxkv.models.registry import find_family
-from jaxkv.settings import EngineConfig, resolve
-from jaxkv.step_programs import StepPrograms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

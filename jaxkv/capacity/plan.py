@@ -23,6 +23,7 @@ from jaxkv.capacity.report import (
     rows_at,
 )
 from jaxkv.capacity.topology import Topology
+from jaxkv.device.settings import KV_DTYPES, EngineConfig
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.groups import group_layers
@@ -30,7 +31,6 @@ from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.quant import check_scheme
 from jaxkv.models.registry import find_family
 from jaxkv.ops import XLA
-from jaxkv.settings import KV_DTYPES, EngineConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KV_DTYPE_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in KV_DTYPES.items()}

@@ -18,9 +18,9 @@ from jaxkv.capacity.geometry import Layout
 from jaxkv.capacity.known import KNOWN
 from jaxkv.capacity.report import MEMORY_FRACTION
 from jaxkv.capacity.topology import Topology, parse_topology
+from jaxkv.device.settings import EngineConfig
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.registry import find_family
-from jaxkv.settings import EngineConfig
 
 ROWS = 16  # decode rows of a data shard
 TILES = 8  # query tiles of a data shard: a chunk of 256 tokens

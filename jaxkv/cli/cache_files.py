@@ -12,7 +12,7 @@ from jaxkv.errors import ConfigError, RequestError
 from jaxkv.kv_math import format_bytes
 
 if TYPE_CHECKING:
-    from jaxkv.page_listing import PageFile
+    from jaxkv.cache.page_listing import PageFile
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -40,7 +40,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run_ls(args: argparse.Namespace) -> int:
     """Prints a line for each prefix."""
-    from jaxkv.page_listing import prefixes, scan  # which needs numpy
+    from jaxkv.cache.page_listing import prefixes, scan  # which needs numpy
 
     pages, bad = scan(_folder(args.folder))
     now_s = time.time()
@@ -67,7 +67,7 @@ def run_rm(args: argparse.Namespace) -> int:
     Raises:
         RequestError: the key is too short or names nothing.
     """
-    from jaxkv.page_listing import older_than, scan, verify  # which needs numpy
+    from jaxkv.cache.page_listing import older_than, scan, verify  # which needs numpy
 
     pages, bad = scan(_folder(args.folder))
     if args.damaged:
@@ -92,7 +92,7 @@ def run_rm(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Checks every file; the exit status is 1 if one is damaged."""
-    from jaxkv.page_listing import scan, verify  # which needs numpy
+    from jaxkv.cache.page_listing import scan, verify  # which needs numpy
 
     pages, bad = scan(_folder(args.folder))
     bad += [(page.path, reason) for page in pages if (reason := verify(page)) is not None]
@@ -104,7 +104,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _named(pages: "list[PageFile]", key: str) -> "list[PageFile]":
-    from jaxkv.page_listing import needed_by  # which needs numpy
+    from jaxkv.cache.page_listing import needed_by  # which needs numpy
 
     if len(key) < 8:
         raise RequestError(f"--key {key!r} is shorter than 8 digits; `jaxkv cache ls` prints them")

@@ -5,8 +5,8 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.chat import ChatTemplate
 from jaxkv.chat_cache import read_marks
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import RequestError
 from jaxkv.plain_json import plain
 

@@ -3,6 +3,7 @@
 import datetime
 from typing import Any
 
+from jaxkv.chats.template_check import date_rewrite
 from jaxkv.errors import RequestError
 from jaxkv.explain.ask import Ask, chat_template, parse_ask
 from jaxkv.explain.cause import NO_FAULT, Cause
@@ -11,7 +12,6 @@ from jaxkv.explain.layout import Layout, Layouter
 from jaxkv.explain.place import Place, find_place
 from jaxkv.explain.report import CachedNow, Difference, Explanation, Side
 from jaxkv.explain.texts import common_prefix, parting
-from jaxkv.template_check import date_rewrite
 from jaxkv.tokenizer import Tokenizer
 
 _CONTEXT = 48  # characters shown on each side of a difference

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv.chats.template_check import RewriteKind, name_rewrite
 from jaxkv.errors import RequestError
 from jaxkv.explain.ask import Ask
 from jaxkv.explain.cause import Cause
@@ -18,7 +19,6 @@ from jaxkv.explain.texts import common_prefix
 from jaxkv.explain.volatile import is_time
 from jaxkv.explain.wording import compare_texts, in_other_order
 from jaxkv.plain_json import unordered, write_json
-from jaxkv.template_check import RewriteKind, name_rewrite
 
 
 @dataclasses.dataclass(frozen=True)

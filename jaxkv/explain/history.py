@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv.chats.template_check import without_reasoning
 from jaxkv.explain.cause import Cause
 from jaxkv.plain_json import unordered, write_json
-from jaxkv.template_check import without_reasoning
 
 Message = Mapping[str, Any]
 _NOT_SHOWN = ("cache_control",)  # says what to keep, not what the model reads

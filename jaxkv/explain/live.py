@@ -9,7 +9,7 @@ from jaxkv.explain.layout import Layouter
 from jaxkv.explain.report import CachedNow, Explanation
 from jaxkv.intake import Intake
 from jaxkv.request import Request, SamplingParams
-from jaxkv.scheduler import Scheduler
+from jaxkv.schedule.scheduler import Scheduler
 
 
 def explain_live(request: Any, previous: Any, *, scheduler: Scheduler, intake: Intake) -> Explanation:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.page_map import SchedulerView, SequenceView
 from jaxkv.recorder import Recorder, Timeline
+from jaxkv.schedule.page_map import SchedulerView, SequenceView
 from jaxkv.serve.metrics import Metrics
 from jaxkv.serve.service import Service
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
+from jaxkv.chats.template_check import warn_if_unstable
 from jaxkv.errors import RequestError
-from jaxkv.template_check import warn_if_unstable
 
 
 class Vocabulary(Protocol):

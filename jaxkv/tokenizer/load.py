@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import CheckpointError
 from jaxkv.gguf_metadata import read_gguf_metadata
 from jaxkv.tokenizer.base import SpecialTokens, Tokenizer, Vocabulary

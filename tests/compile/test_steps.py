@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxkv import programs, sampler
 from jaxkv.capacity import topology
 from jaxkv.capacity.checks import complaints
 from jaxkv.capacity.compiled import AbstractEngine, StepFacts
 from jaxkv.capacity.known import KNOWN
-from jaxkv.capacity.proof import CASES, FAMILY_CASES, ROWS, Case, engine_of, prove
+from jaxkv.capacity.proof import CASES, FAMILY_CASES, ROWS, Case, engine_of, layout_of, prove
+from jaxkv.device import programs, sampler
+from jaxkv.device.settings import EngineConfig
 from jaxkv.errors import ConfigError
 from jaxkv.models import decoder
-from jaxkv.settings import EngineConfig
 
 pytestmark = pytest.mark.compile
 

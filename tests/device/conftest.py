@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.runner import Runner
+from jaxkv.device.runner import Runner
 from tests import tiny
 from tests.device import stage
 from tests.device.dense import Dense

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import sampler
+from jaxkv.device import sampler
 from jaxkv.models.decoder import Decoder
 from tests.device.sampling import Row, adjusted, pack
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv.config import SchedulerConfig
+from jaxkv.device.runner import Runner
 from jaxkv.engine import Engine
 from jaxkv.grammar.compiler import GrammarCompiler
 from jaxkv.grammar.room import GrammarRoom
@@ -12,8 +13,7 @@ from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.intake import Intake
 from jaxkv.outputs import OutputBuilder
 from jaxkv.request import Completion, RequestOutput, SamplingParams
-from jaxkv.runner import Runner
-from jaxkv.scheduler import Scheduler
+from jaxkv.schedule.scheduler import Scheduler
 from jaxkv.tokenizer.base import SpecialTokens, Tokenizer
 from tests.device.dense import Dense
 from tests.device.sampling import Row

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv import row_state
+from jaxkv.device import row_state
 from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.plan import RowSetup
 from jaxkv.request import SamplingParams

@@ -10,15 +10,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv import ops, sharding
-from jaxkv.batch import Buckets
 from jaxkv.checkpoint.pieces import is_stacked, piece_name
-from jaxkv.kv_pool import PoolSpec
+from jaxkv.device.batch import Buckets
+from jaxkv.device.kv_pool import PoolSpec
+from jaxkv.device.runner import InFlight, Runner
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.groups import LayerGroups
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.registry import FAMILIES
 from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan, StepResult
-from jaxkv.runner import InFlight, Runner
 from tests import tiny
 from tests.device.sampling import Row
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import batch
-from jaxkv.batch import Buckets, fit, make_buckets, pack_mixed, pad_pairs, pad_writes, spread
+from jaxkv.device import batch
+from jaxkv.device.batch import Buckets, fit, make_buckets, pack_mixed, pad_pairs, pad_writes, spread
 from jaxkv.plan import Chunk, PageCopy, PageWrite, StepPlan
 from jaxkv.shards import Shards
 

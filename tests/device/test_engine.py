@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxkv.device.runner import InFlight, Runner
 from jaxkv.request import FinishReason
-from jaxkv.runner import InFlight, Runner
 from tests.device.dense import Dense
 from tests.device.engine_stage import Ask, Client, ask, check_tokens, only
 from tests.device.stage import MAX_LEN, PAGE, V

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxkv import engine as engine_module
+from jaxkv.device.runner import InFlight, Runner
 from jaxkv.errors import CapacityError, RequestError
 from jaxkv.request import FinishReason
-from jaxkv.runner import InFlight, Runner
 from jaxkv.stream import TextStream
 from tests.device.dense import Dense
 from tests.device.engine_stage import Bytes, Client, ask, check_tokens, make_tokenizer, only

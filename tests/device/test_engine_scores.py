@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from jaxkv.device.runner import Runner
 from jaxkv.events import NewTokens
 from jaxkv.outputs import LOWEST_LOGPROB, token_logprobs
 from jaxkv.request import FinishReason, RequestOutput, TokenLogprobs
-from jaxkv.runner import Runner
 from tests.device.dense import Dense
 from tests.device.engine_stage import Ask, Client, ask, check_tokens, only
 from tests.device.stage import PAGE, V

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxkv.device.runner import Runner
 from jaxkv.request import FinishReason, RequestOutput
-from jaxkv.runner import Runner
 from tests.device.dense import Dense
 from tests.device.engine_stage import Ask, Bytes, Client, ask, make_tokenizer, only
 from tests.device.stage import V

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jaxkv.planner import Planner
+from jaxkv.device.runner import Runner
 from jaxkv.request import RequestOutput
-from jaxkv.runner import Runner
+from jaxkv.schedule.planner import Planner
 from jaxkv.structured import Choice, Form, JsonSchema, Regex
 from tests.device.dense import Dense
 from tests.device.engine_stage import Ask, Client, ask, canonical_vocabulary, make_tokenizer, only

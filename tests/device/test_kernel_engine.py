@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv import ops
+from jaxkv.device.runner import Runner
 from jaxkv.request import RequestOutput
-from jaxkv.runner import Runner
 from kernels_pallas.paged_attention import tpu
 from tests import tiny
 from tests.device.engine_stage import Client, ask

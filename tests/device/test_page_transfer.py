@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import kv_pool, ops, page_transfer, sharding
-from jaxkv.kv_pool import PoolSpec
+from jaxkv import ops, sharding
+from jaxkv.device import kv_pool, page_transfer
+from jaxkv.device.kv_pool import PoolSpec
 from jaxkv.plan import PageAt
 from kernels_pallas.paged_attention import tpu
 from tests import tiny

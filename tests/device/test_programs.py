@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.batch import TILE_COLUMNS
+from jaxkv.device.batch import TILE_COLUMNS
+from jaxkv.device.runner import Runner
 from jaxkv.plan import PageCopy, PageWrite, StepPlan
-from jaxkv.runner import Runner
 from tests import tiny
 from tests.device import stage
 from tests.device.sampling import row

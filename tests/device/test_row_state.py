@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import row_state
+from jaxkv.device import row_state
+from jaxkv.device.row_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT
 from jaxkv.grammar_layout import GrammarPlace
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
-from jaxkv.row_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT
 from tests.device.sampling import Row, row
 
 V, MAX_ROWS, MAX_PAGES = 70, 3, 5

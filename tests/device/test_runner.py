@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv.runner import Runner
+from jaxkv.device.runner import Runner
 from tests.device.dense import Dense
 from tests.device.sampling import Row, row
 from tests.device.stage import MAX_LEN, PAGE, Stage, V, decoded, sampled

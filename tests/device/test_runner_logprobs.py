@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxkv.device.runner import Runner
 from jaxkv.plan import StepResult
 from jaxkv.request import MAX_LOGPROBS
-from jaxkv.runner import Runner
 from tests.device.dense import Dense
 from tests.device.sampling import Row, row
 from tests.device.stage import Stage, V, decoded, sampled

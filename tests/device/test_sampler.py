@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import sampler
+from jaxkv.device import sampler
 from jaxkv.request import MAX_BAD_WORD_LEN, MAX_LOGPROBS
 from tests.device.sampling import Row, adjusted, pack, probabilities, row, softmax
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import sampler
+from jaxkv.device import sampler
 from tests.device.sampling import Row, pack, row
 
 V, N = 200, 8

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import sampler
+from jaxkv.device import sampler
 from tests.device.sampling import Row, pack, row, softmax
 
 with warnings.catch_warnings():

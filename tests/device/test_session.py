@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkv.api import LLM
+from jaxkv.device.runner import Runner
+from jaxkv.device.settings import EngineConfig
 from jaxkv.errors import RequestError
 from jaxkv.request import FinishReason, RequestOutput
-from jaxkv.runner import Runner
-from jaxkv.settings import EngineConfig
 from jaxkv.structured import Choice, Regex
 from jaxkv.tokenizer.base import Tokenizer
 from tests.device.dense import Dense

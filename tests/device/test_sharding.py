@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jaxkv.api import LLM
-from jaxkv.batch import Buckets
+from jaxkv.device.batch import Buckets
+from jaxkv.device.runner import Runner
 from jaxkv.errors import ConfigError
 from jaxkv.models.config import LayerKind
 from jaxkv.models.groups import LayerGroups, group_layers
 from jaxkv.models.kv_heads import copy_kv_heads
 from jaxkv.models.rope import Rope
 from jaxkv.request import RequestOutput, SamplingParams
-from jaxkv.runner import Runner
-from jaxkv.scheduler import SchedulerStats
+from jaxkv.schedule.scheduler import SchedulerStats
 from tests import tiny
 from tests.checkpoint.tools import hf_config, random_tensors, write_hf
 from tests.device.engine_stage import Ask, Client, ask

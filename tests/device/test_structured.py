@@ -11,11 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
+from jaxkv.device.runner import Runner
 from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import OnDevice, OnHost
 from jaxkv.grammar.matcher import TokenMatcher
 from jaxkv.request import FinishReason, RequestOutput
-from jaxkv.runner import Runner
 from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex, Tag, Triggered
 from tests.device.dense import Dense
 from tests.device.engine_stage import EOS, Ask, Client, ask, check_tokens, make_tokenizer, only

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.cli.command import main
 from jaxkv.errors import RequestError
 from jaxkv.explain import Cause, explain, parse_ask, to_text

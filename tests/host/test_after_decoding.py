@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv.after_decoding import after_decoding
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.intake import Intake
 from jaxkv.request import SamplingParams
 from jaxkv.structured import Choice, Form, JsonObject, JsonSchema, Regex, Tag, ToolCalls, Triggered

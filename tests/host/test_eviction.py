@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxkv.adaptive_eviction import YOUNG, AdaptiveOrder, NewestOrder, make_order
-from jaxkv.eviction import CostOrder, EvictionOrder, LruOrder
-from jaxkv.shelf import Shelf
+from jaxkv.cache.adaptive_eviction import YOUNG, AdaptiveOrder, NewestOrder, make_order
+from jaxkv.cache.eviction import CostOrder, EvictionOrder, LruOrder
+from jaxkv.cache.shelf import Shelf
 
 SIZE = 16
 

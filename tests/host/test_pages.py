@@ -5,9 +5,9 @@ import hypothesis.stateful
 import hypothesis.strategies as st
 import pytest
 
-from jaxkv.adaptive_eviction import YOUNG, AdaptiveOrder, make_order
-from jaxkv.pages import NULL_PAGE, PageAllocator, PageCounts
-from jaxkv.shelf import Shelf
+from jaxkv.cache.adaptive_eviction import YOUNG, AdaptiveOrder, make_order
+from jaxkv.cache.pages import NULL_PAGE, PageAllocator, PageCounts
+from jaxkv.cache.shelf import Shelf
 
 SIZE, ATTENTION_LEN = 4, 8  # tokens
 

@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from jaxkv.pages import PageAllocator, PageCounts
-from jaxkv.prefix_cache import PrefixCache, namespace, page_key, root_key
+from jaxkv.cache.pages import PageAllocator, PageCounts
+from jaxkv.cache.prefix_cache import PrefixCache, namespace, page_key, root_key
 
 SIZE = 4
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxkv.queue import Verdict, WaitingQueue
-from jaxkv.sequence import Sequence
+from jaxkv.schedule.queue import Verdict, WaitingQueue
+from jaxkv.schedule.sequence import Sequence
 from tests.fake_model import make_request
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxkv.admission import check_fits
 from jaxkv.errors import CapacityError, ConfigError, RequestError
 from jaxkv.plan import StepPlan
 from jaxkv.request import FinishReason, SamplingParams
+from jaxkv.schedule.admission import check_fits
 from tests.fake_model import generate_alone, make_prompt, make_request, small_config
 from tests.fake_runner import Loop, run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.homes import MAX_HOMES, Homes
+from jaxkv.cache.homes import MAX_HOMES, Homes
 from jaxkv.request import FinishReason
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.fake_runner import Loop, run

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv.plan import PageNote
-from jaxkv.tier import OnDisk
-from jaxkv.tier_files import (
+from jaxkv.cache.tier import OnDisk
+from jaxkv.cache.tier_files import (
     ABANDONED_S,
     DIGEST_BYTES,
     HEADER_BYTES,
@@ -23,6 +22,7 @@ from jaxkv.tier_files import (
     PageFolder,
     PageFormat,
 )
+from jaxkv.plan import PageNote
 
 ROOT, KEY, PARENT = b"r" * 32, b"k" * 32, b"p" * 32
 NOTE = PageNote(PARENT, 3, 60.0)

@@ -15,10 +15,10 @@ import hypothesis.stateful
 import hypothesis.strategies as st
 import pytest
 
+from jaxkv.cache.tier_files import HEADER_BYTES
 from jaxkv.config import SchedulerConfig
 from jaxkv.errors import CapacityError
-from jaxkv.holds import Hold
-from jaxkv.tier_files import HEADER_BYTES
+from jaxkv.schedule.holds import Hold
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.host.test_scheduler_properties import BASE, SchedulerMachine, configs
 from tests.host.tier_stage import Below, check_bytes, tiers

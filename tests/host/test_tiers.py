@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.cache.tier import OnDisk, Tier
+from jaxkv.cache.tiers import PageTiers
 from jaxkv.config import TierConfig
 from jaxkv.errors import ConfigError
 from jaxkv.plan import MoveKind, MoveNews, PageAt, PageMove
-from jaxkv.tier import OnDisk, Tier
 from jaxkv.tier_mover import gather
-from jaxkv.tiers import PageTiers
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.fake_runner import Loop, run
 from tests.host.test_retention import flood

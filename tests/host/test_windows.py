@@ -8,10 +8,10 @@ import pytest
 
 from jaxkv.config import SchedulerConfig, TierConfig
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.group_cache import of_group
 from jaxkv.paging import Paging
-from jaxkv.scheduler import Scheduler
-from jaxkv.sequence import Sequence
+from jaxkv.schedule.group_cache import of_group
+from jaxkv.schedule.scheduler import Scheduler
+from jaxkv.schedule.sequence import Sequence
 from tests.fake_model import make_prompt, make_request, small_config
 from tests.fake_runner import CheapRunner, Loop, run
 

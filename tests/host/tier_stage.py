@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.cache.prefix_cache import root_key
+from jaxkv.cache.tier_files import PageFolder, PageFormat
+from jaxkv.cache.tier_store import TierStore
 from jaxkv.config import SchedulerConfig, TierConfig
 from jaxkv.plan import PageNote
-from jaxkv.prefix_cache import root_key
-from jaxkv.tier_files import PageFolder, PageFormat
-from jaxkv.tier_store import TierStore
 from tests.fake_model import make_request
 from tests.fake_runner import Loop, run
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.batch import Buckets
 from jaxkv.checkpoint.hf import HfSource
 from jaxkv.checkpoint.load import load_model, model_config
+from jaxkv.device.batch import Buckets
+from jaxkv.device.runner import InFlight, Runner
 from jaxkv.models.groups import group_layers
 from jaxkv.paging import Paging
 from jaxkv.plan import StepPlan
 from jaxkv.request import RequestOutput
-from jaxkv.runner import InFlight, Runner
 from jaxkv.sharding import make_mesh
 from tests.device.engine_stage import Client, ask
 from tests.device.stage import MAX_LEN, PAGE, TILE, make_runner

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxkv.cache_control import CacheControl, Mark
-from jaxkv.chat import ChatTemplate
 from jaxkv.chat_cache import read_marks
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import RequestError
 from jaxkv.tokenizer import Tokenizer
 from tests.tokenizer import templates, tiny

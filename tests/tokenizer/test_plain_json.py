@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import RequestError
 from jaxkv.plain_json import plain, read_object, unordered
 from tests.tokenizer import templates, test_chat

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import RequestError
 from tests.tokenizer import tiny
 

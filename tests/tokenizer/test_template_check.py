@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxkv import template_check
-from jaxkv.chat import ChatTemplate
-from jaxkv.template_check import RewriteKind, check_template, template_is_stable
+from jaxkv.chats import template_check
+from jaxkv.chats.chat import ChatTemplate
+from jaxkv.chats.template_check import RewriteKind, check_template, template_is_stable
 from jaxkv.tokenizer import load_tokenizer
 from tests.tokenizer import templates, test_chat, tiny
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 
-from jaxkv.chat import ChatTemplate
+from jaxkv.chats.chat import ChatTemplate
 from jaxkv.errors import RequestError
 from jaxkv.request import Completion, FinishReason
+from jaxkv.sessions.transcript import ChatTranscript, TextTranscript
 from jaxkv.tokenizer import Tokenizer
-from jaxkv.transcript import ChatTranscript, TextTranscript
 from tests.tokenizer import templates, tiny
 from tests.tokenizer.test_template_check import STABLE, UNSTABLE
 

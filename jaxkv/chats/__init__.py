@@ -1,0 +1,1 @@
+"""Chat templates, and whether they keep what they wrote."""

@@ -1,0 +1,1 @@
+"""Continuous batching on the host: who waits, who runs, and what the next step computes."""

@@ -1,0 +1,1 @@
+"""Conversations of agents: prompts that grow, fork and are cut back."""
