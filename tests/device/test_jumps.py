@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.device.runner import Runner
 from jaxkv.request import RequestOutput
-from jaxkv.schedule.planner import Planner
+from jaxkv.schedule import planner
 from jaxkv.structured import Choice, Form, JsonSchema, Regex
 from tests.device.dense import Dense
 from tests.device.engine_stage import Ask, Client, ask, canonical_vocabulary, make_tokenizer, only
@@ -34,8 +34,8 @@ def requests(**changes: Any) -> list[Ask]:
 def run(runner: Runner, asks: list[Ask], *, jumps: bool = True, **config: Any) -> tuple[Client, list[RequestOutput]]:
     with pytest.MonkeyPatch.context() as patch:
         if not jumps:
-            patch.setattr(Planner, "_give_forced", lambda *_: None)
-            patch.setattr(Planner, "_find_jumps", lambda *_: {})
+            patch.setattr(planner, "give_forced", lambda *_: None)
+            patch.setattr(planner, "find_jumps", lambda *_: {})
         client = Client(runner, make_tokenizer(), vocabulary=canonical_vocabulary, **config)
         outputs = client.run(*[client.submit(what, stream=True) for what in asks])
     client.check_idle()
