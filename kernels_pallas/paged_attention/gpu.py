@@ -94,7 +94,8 @@ def paged_attention(
         tokens = slice(begin, begin + part.size)
         options = dict(scale=scale * kv_scale[0], soft_cap=soft_cap, windowed=window is not None)
         plan = _plan(part, num_heads // num_kv_heads, pool, **options)
-        queries = _rows(q[tokens], part.width, num_kv_heads)
+        # Behind a barrier: XLA:GPU would wrap slice and kernel in a fusion that does not say which result is the pool.
+        queries = jax.lax.optimization_barrier(_rows(q[tokens], part.width, num_kv_heads))
         kv = jnp.stack([x[tokens] for x in stored], axis=1)
         kv = jnp.pad(kv, ((0, -part.size % ALIGN + CHUNK), (0, 0), (0, 0), (0, 0)))  # the kernel reads whole chunks
         arrays = (part.page_table, part.start, part.num_tokens, part.row_start, scalars)
