@@ -4,16 +4,20 @@
 
 A model of SmolLM2-135M's geometry with random weights and a made-up vocabulary of `--vocab` tokens. Free and constrained
 steps take turns, so that other processes on the machine disturb both alike. Prints one JSON line: medians, best times, and
-`ratio`, the median over all pairs of steps.
+`ratio`, the median over all pairs of steps; and microseconds for the masks of all rows matched on the host, of llguidance's own
+parallel call, and of XGrammar's where it is installed (`pip install --no-deps xgrammar apache-tvm-ffi`).
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,10 +165,13 @@ def host_masks(words: TokenVocabulary, rows: int, form: Form, stop_ids: tuple[in
 
     grammars = HostGrammars(words, words.end_ids)
     make, random = grammars.matcher(form), np.random.default_rng(0)
-    matchers = [_some_way_in(make(), words, row, random) for row in range(rows)]
+    matchers, paths = [make() for _ in range(rows)], []
+    for row, matcher in enumerate(matchers):
+        paths.append(_some_way_in(matcher, words, row, random))
+    xgrammar = xgrammar_matchers(words, form, paths)
     parsers = [(matcher.parser, row) for row, matcher in enumerate(matchers)]
     executor, masks = llguidance.LLExecutor(), HostMasks()
-    ours, theirs, out = [], [], np.zeros((rows, -(-words.size // 32)), np.int32)
+    ours, theirs, others, out = [], [], [], np.zeros((rows, -(-words.size // 32)), np.int32)
     for _ in range(MASK_ROUNDS):
         start = time.perf_counter()
         masks.fill([(matcher, stop_ids) for matcher in matchers])
@@ -172,21 +179,52 @@ def host_masks(words: TokenVocabulary, rows: int, form: Form, stop_ids: tuple[in
         start = time.perf_counter()
         llguidance.numpy.fill_next_token_bitmask_par(executor, parsers, out)
         theirs.append(time.perf_counter() - start)
+        if xgrammar is not None:
+            start = time.perf_counter()
+            xgrammar(out)
+            others.append(time.perf_counter() - start)
     ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
-    return {"us": statistics.median(ours) * 1e6, "llguidance_us": statistics.median(theirs) * 1e6, "ratio": ratio}
+    found = {"us": statistics.median(ours) * 1e6, "llguidance_us": statistics.median(theirs) * 1e6, "ratio": ratio}
+    return found | ({"xgrammar_us": statistics.median(others) * 1e6} if others else {})
 
 
-def _some_way_in(matcher: GuidanceMatcher, words: TokenVocabulary, steps: int, random: np.random.Generator):
-    """After up to `steps` random tokens."""
-    mask = np.zeros(matcher.num_words, np.uint32)
+def xgrammar_matchers(
+    words: TokenVocabulary, form: Form, paths: list[list[int]]
+) -> Callable[[np.ndarray], None] | None:
+    """XGrammar's own parallel call for rows that took the same tokens; None without XGrammar, or for other than schemas."""
+    if importlib.util.find_spec("xgrammar") is None or not isinstance(form, JsonSchema):
+        return None
+    xgrammar: Any = importlib.import_module("xgrammar")
+    tokens = [words.token_bytes(token_id) for token_id in range(words.size)]
+    info = xgrammar.TokenizerInfo(
+        tokens, xgrammar.VocabType.RAW, vocab_size=words.size, stop_token_ids=[*words.end_ids]
+    )
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(
+        json.dumps(form.schema), any_whitespace=False, separators=(",", ":"), strict_mode=False
+    )
+    matchers = [xgrammar.GrammarMatcher(compiled) for _ in paths]
+    for matcher, path in zip(matchers, paths, strict=True):
+        for token_id in path:  # up to where XGrammar takes another language than llguidance
+            if not matcher.accept_token(token_id):
+                break
+    batch = xgrammar.BatchGrammarMatcher()
+    return lambda out: batch.batch_fill_next_token_bitmask(matchers, out)
+
+
+def _some_way_in(
+    matcher: GuidanceMatcher, words: TokenVocabulary, steps: int, random: np.random.Generator
+) -> list[int]:
+    """Up to `steps` random tokens, which the matcher has taken."""
+    mask, path = np.zeros(matcher.num_words, np.uint32), []
     for _ in range(steps):
         matcher.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = np.setdiff1d(allowed, matcher.end_ids)
         if not len(allowed):
             break
-        matcher.consume(int(random.choice(allowed)))
-    return matcher
+        path.append(int(random.choice(allowed)))
+        matcher.consume(path[-1])
+    return path
 
 
 def main() -> None:
