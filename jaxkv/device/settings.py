@@ -12,7 +12,6 @@ from jaxkv.device import kv_pool, page_transfer
 from jaxkv.device.batch import Buckets, make_buckets
 from jaxkv.device.kv_pool import PoolSpec
 from jaxkv.errors import CapacityError, ConfigError
-from jaxkv.grammar_layout import STATE_COLUMNS
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.groups import LayerGroups, group_layers, one_group
 from jaxkv.ops import Backend
@@ -227,30 +226,29 @@ def _groups(config: EngineConfig, model: ModelConfig, max_len: int) -> LayerGrou
 def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
     """Room for grammars in `num_bytes` of a device.
 
-    Measured on 230 public schemas with 128k tokens: the median grammar has 263 states and 106 masks (2.9 MB in all), the
-    ninth of ten 2,064 and 327 (6.6 MB). Two thirds of the memory go to masks, most of the rest to token classes and
-    transitions.
+    Measured on 230 public schemas with 128k tokens: the median grammar has 263 states, 240 classes and 106 masks (1.9 MB),
+    the ninth of ten 2,064, 690 and 415 (9 MB). Half of the memory goes to masks, most of the rest to transitions.
 
     Args:
-        num_bytes: None is what 6,144 masks take: 100 MB for a vocabulary of 128k.
+        num_bytes: None is what 2,048 masks take, three times: 100 MB for a vocabulary of 128k.
         vocab_size: width of the logits.
 
     Raises:
         ConfigError: it is too little for any grammar.
     """
     mask_bytes = -(-vocab_size // 32) * 4
-    total = num_bytes if num_bytes is not None else max(6144 * mask_bytes, 16 << 20)
+    total = num_bytes if num_bytes is not None else max(3 * 2048 * mask_bytes, 16 << 20)
     least = 64 * mask_bytes + 2 * vocab_size + (1 << 20)
     if total < least:
         raise ConfigError(
             f"grammar_bytes={total} is too little for one grammar of this vocabulary; give at least {least}"
         )
     num_grammars = min(max(total // 6 // (2 * vocab_size), 1), 64)
-    rest = total // 3 - num_grammars * 2 * vocab_size
+    rest = total // 2 - num_grammars * 2 * vocab_size
     return GrammarSizes(
         num_grammars=num_grammars,
-        num_masks=min(total * 2 // 3 // mask_bytes, 1 << 16),
-        num_states=max(rest // 8 // (4 * STATE_COLUMNS), 1024),
+        num_masks=min(total // 2 // mask_bytes, 1 << 16),
+        num_states=max(rest // 8 // 48, 1024),
         num_lookups=max(rest // 8 // 4, 1024),
         num_transitions=max(rest * 3 // 4 // 4, 1 << 16),
     )
