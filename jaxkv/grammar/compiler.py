@@ -69,11 +69,11 @@ class GrammarCompiler:
         self._bytes: dict[str, int] = {}
         self._total_bytes = 0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._making = threading.RLock()  # of the next three, held while one is made: nobody makes it twice
+        self._making = threading.RLock()  # of the next four, held while one is made: nobody makes it twice
         self._vocabularies: dict[bool, TokenVocabulary] = {}
         self._stop_ids: tuple[int, ...] = ()  # of requests that ask for no others
         self._host: HostGrammars | None = None
-        self._choose = functools.lru_cache(NUM_CHOICES)(self._choice)
+        self._choices = functools.lru_cache(NUM_CHOICES)(self._choice)  # alone it would make one twice in two threads
 
     @property
     def vocabulary(self) -> TokenVocabulary:
@@ -88,6 +88,10 @@ class GrammarCompiler:
                 _ = made.trie, made.ranked_ids  # now: later two threads would make each of them
                 self._vocabularies[for_tools] = made
             return self._vocabularies[for_tools]
+
+    def _choose(self, words: Words, for_tools: bool) -> TokenVocabulary:
+        with self._making:
+            return self._choices(words, for_tools)
 
     def _choice(self, words: Words, for_tools: bool) -> TokenVocabulary:
         return words.of(self._vocabulary(for_tools=for_tools))

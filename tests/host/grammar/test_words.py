@@ -1,6 +1,9 @@
 """Grammars written with some of the tokens only: allowed ones, and without those that end an output."""
 
+import concurrent.futures
 import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from jaxkv.errors import RequestError
 from jaxkv.grammar.compiled import OnDevice, OnHost
 from jaxkv.grammar.compiler import GrammarCompiler, Words
 from jaxkv.grammar.matcher import TokenMatcher
-from jaxkv.grammar.vocabulary import make_vocabulary
+from jaxkv.grammar.vocabulary import TokenVocabulary, make_vocabulary
 from jaxkv.structured import Choice, Form, Grammar, JsonSchema, Regex
 
 LETTERS = [bytes([i]) for i in range(97, 123)]
@@ -89,11 +92,29 @@ def test_counted_strings_can_go_with_chosen_words() -> None:
         assert matcher.dist == 1 and np.flatnonzero(matcher.mask(1)).tolist() == [34]
 
 
-def test_words_make_different_grammars_and_their_vocabulary_is_made_once() -> None:
+def test_words_make_different_grammars() -> None:
     form = Choice(["abcd"])
     futures = [COMPILER.submit(form, *words) for words in [(), ((A, B),), (None, (A, B)), ((A, B), (A, B))]]
     assert all(one is not other for one, other in itertools.combinations(futures, 2))
     assert COMPILER.submit(form, None, (B, A)) is futures[2]
-    first, second = (COMPILER._choose(Words(None, (A, B)), False) for _ in range(2))
-    assert first is second is not COMPILER.vocabulary
+    concurrent.futures.wait(futures)
     assert COMPILER._choose(Words(None, (SILENT,)), False) is COMPILER.vocabulary
+
+
+def test_threads_that_ask_at_once_get_the_same_chosen_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(lambda _: VOCABULARY, lambda _: True)
+    make, begun, num_made = Words.of, threading.Barrier(4), []
+
+    def make_slowly(words: Words, vocabulary: TokenVocabulary) -> TokenVocabulary:
+        num_made.append(words)
+        time.sleep(0.05)  # for the others to come in
+        return make(words, vocabulary)
+
+    def ask(_: int) -> TokenVocabulary:
+        begun.wait()
+        return compiler._choose(Words(None, (A, B)), False)
+
+    monkeypatch.setattr(Words, "of", make_slowly)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(ask, range(4))
+    assert first is not compiler.vocabulary and all(other is first for other in others) and len(num_made) == 1
