@@ -102,8 +102,8 @@ class Engine:
     def add(self, request: Request, prompt: str | None, *, stream: bool = False) -> OutputBuilder:
         """Queues a checked request; its output appears in the returned builder as `step` runs.
 
-        While its grammar is being compiled the request waits, without pages; what is wrong with the grammar ends it with
-        an error in the next step. `await_grammar` raises instead.
+        While its grammar is being compiled the request's prompt is computed; what is wrong with the grammar ends it with an
+        error in the next step. `await_grammar` raises instead.
 
         Raises:
             RequestError: the id is in use, or the prompt is too long.

@@ -8,6 +8,7 @@ The fake also asserts the contract of `plan.py` that a real runner relies on.
 import collections
 import copy
 import dataclasses
+import typing
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from jaxkv.cache.tier_store import TierStore
 from jaxkv.config import SchedulerConfig
 from jaxkv.events import Committed, Finished, NewTokens, Scores
+from jaxkv.grammar.compiled import CompiledGrammar
 from jaxkv.plan import Chunk, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
 from jaxkv.request import FinishReason, Request
 from jaxkv.schedule.scheduler import Scheduler
@@ -239,10 +241,17 @@ class Loop:
         self.admitted: list[str] = []
         self.plans: list[StepPlan] = []
         self.results: collections.deque[StepResult] = collections.deque()
+        self.held: collections.deque[str] = collections.deque()  # requests whose grammar is being compiled
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request, stream=True)
+    def add(self, request: Request, *, held: bool = False) -> None:
+        self.scheduler.add(request, stream=True, held=held)
         self.requests[request.request_id] = request
+        if held:
+            self.held.append(request.request_id)
+
+    def release(self) -> None:
+        """The grammar of the request that is held for longest is compiled; it allows everything."""
+        self.scheduler.set_grammar(self.held.popleft(), typing.cast(CompiledGrammar, "anything"))
 
     def dispatch(self) -> StepPlan | None:
         """Plans and runs one step, without looking at its result."""
@@ -274,7 +283,7 @@ class Loop:
     def step(self) -> StepPlan | None:
         """One turn of the engine's loop: keep `depth` steps in flight."""
         plan = self.dispatch()
-        is_moving = plan is not None or self.results or not self.scheduler.has_unfinished
+        is_moving = plan is not None or self.results or self.held or not self.scheduler.has_unfinished
         if not is_moving and self.scheduler.tiers.is_reading:
             self.mover.wait(10.0)
             is_moving = self.mover.store.is_busy
@@ -296,6 +305,8 @@ class Loop:
 
     def drain(self, max_turns: int = 10_000) -> None:
         """Runs until everything is finished and nothing is in flight."""
+        while self.held:
+            self.release()
         for _ in range(max_turns):
             self._take(self.scheduler.take_finished())
             if not self.scheduler.has_unfinished and not self.results:

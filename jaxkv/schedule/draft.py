@@ -61,12 +61,11 @@ class Draft:
 
     def add_chunk(self, seq: Sequence) -> None:
         """Computes as many of the tokens that `seq` lacks as the budget allows."""
-        start, num_tokens = seq.num_computed, seq.num_tokens
-        shard = self.config.shards.of(seq.row)
-        end = min(num_tokens, start + self.room(shard))
+        start, shard = seq.num_computed, self.config.shards.of(seq.row)
+        end = min(self.roster.target(seq, start), start + self.room(shard))
         if end == start:
             return
-        samples = end == num_tokens < seq.max_total_len
+        samples = end == seq.num_tokens < seq.max_total_len
         scores = seq.num_unscored > 0 and end > seq.num_scored and start < seq.prompt_len - 1
         chunk = Chunk(
             row=seq.row,

@@ -226,6 +226,9 @@ class Planner:
         if self._draft.placement.is_worth_waiting(seq, *offers[0]) or not self._is_up(offers[0][1]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
+        if seq.is_held and self._roster.target(seq, cached := offers[0][1].num_tokens) == cached:
+            self._roster.set_aside(seq)
+            return Verdict.GONE
         if not self._roster.pin_grammar(seq):
             return Verdict.NOT_YET
         is_first = seq.child == 0 and seq.cached_tokens is None

@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
 
     ADMITTED = enum.auto()
     NOT_YET = enum.auto()  # others may overtake it
-    GONE = enum.auto()  # it ended; whoever ended it removed it from the queue
+    GONE = enum.auto()  # it ended, or need not run now; whoever found out removed it from the queue
 
 
 class WaitingQueue:

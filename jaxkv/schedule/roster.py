@@ -1,7 +1,7 @@
 """Every unfinished sequence, and the only four ways its life can turn: add, place, preempt, end.
 
-A sequence is in exactly one place: held back (a fork whose parent's prompt is not computed yet), waiting in the queue,
-or placed in a row. Only placed sequences hold pages.
+A sequence is in exactly one place: held back (a fork whose parent's prompt is not computed yet; one whose grammar is being
+compiled and whose prompt is in the cache), waiting in the queue, or placed in a row. Only placed sequences hold pages.
 """
 
 import collections
@@ -89,7 +89,7 @@ class Roster:
     def add(self, request: Request, step_id: int, watched: bool, held: bool = False) -> None:
         """Queues a request's first completion; the others follow when its prompt is computed.
 
-        A held one is queued by `release_held`.
+        A held one is queued for its prompt only, as far as the cache can keep it; `release_held` does the rest.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request_id={request.request_id!r} is already running; choose another")
@@ -104,17 +104,36 @@ class Roster:
         for child in group[1:]:
             child.parent = group[0]
         group[0].is_held = held
-        if not held:
+        if not held or self.config.prefix_cache:
             self._queue(group[0])
 
     def release_held(self, request_id: str, grammar: CompiledGrammar) -> None:
-        """Queues a held request now that its grammar is there; one that ended meanwhile is left alone."""
+        """Queues a held request now that its grammar is there; one that ended meanwhile is left alone.
+
+        It finds in the cache what it computed so far.
+        """
         group = self._requests.get(request_id, [])
-        for seq in group:
-            seq.grammar = grammar
         if group and group[0].is_held and group[0].ending is None:
+            self.set_aside(group[0])
             group[0].is_held = False
             self._queue(group[0])
+        for seq in group:
+            seq.grammar = grammar
+
+    def target(self, seq: Sequence, start: int) -> int:
+        """Position up to which to compute `seq` now, from `start`: its end, or while it is held what the cache can keep."""
+        if not seq.is_held:
+            return seq.num_tokens
+        page_size, align = self.config.page_size, self.config.chunk_align
+        num_tokens = max((seq.prompt_len - 1) // page_size * page_size - start, 0)
+        return start + num_tokens // align * align
+
+    def set_aside(self, held: Sequence) -> None:
+        """Takes a held sequence out of row or queue: it has computed what it may."""
+        if held.is_placed:
+            self._vacate(held)
+        self.waiting.discard(held)
+        self.is_stalled = False
 
     def release_forks(self, parent: Sequence) -> None:
         """Queues the children that waited for `parent`: its prompt is computed, or it ended."""
@@ -243,7 +262,7 @@ class Roster:
             self.rows.num_on_host == sum(isinstance(seq.grammar, OnHost) for seq in placed) == self.rows.on_host.sum()
         )
         assert self.rows.num_may_jump == sum(seq.may_jump for seq in placed) == self.rows.may_jump.sum()
-        held = [seq for seq in self.all_sequences() if seq.is_held]
+        held = [seq for seq in self.all_sequences() if seq.is_held and not seq.is_placed and seq not in waiting]
         held += [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
         assert len(placed) + len(waiting) + len(held) == len(self.all_sequences())
 

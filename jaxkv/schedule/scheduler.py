@@ -72,7 +72,8 @@ class Scheduler:
 
         Args:
             request: checked against the model by the caller.
-            held: its output has a grammar, which comes with `set_grammar`; until then it waits outside the queue.
+            held: its output has a grammar, which comes with `set_grammar`; until then its prompt is computed into the
+                prefix cache, if there is one, and no more.
             stream: report its tokens after every step (`Committed.watched`), not only when it ends. Requests with
                 stop strings or log-probabilities are reported in any case.
 
@@ -90,7 +91,8 @@ class Scheduler:
             self._deadlines.add(request.request_id, arrival, request.deadline_s, self._roster.num_requests)
 
     def set_grammar(self, request_id: str, grammar: CompiledGrammar) -> None:
-        """A held request's grammar is ready: it joins the queue, ranked by its arrival."""
+        """A held request's grammar is ready: it joins the queue, ranked by its arrival. Every plan must be dispatched."""
+        self._note_dispatched()
         self._roster.release_held(request_id, grammar)
 
     def abort(self, request_id: str) -> None:
@@ -256,6 +258,8 @@ class Scheduler:
             if seq.ending is None and seq.is_placed:
                 self._roster.memory_of(seq).publish(seq, end)
                 self._roster.is_stalled = False  # with what it can share now, somebody may need fewer pages
+                if seq.is_held and self._roster.target(seq, end) == end:
+                    self._roster.set_aside(seq)
             if end >= seq.prompt_len:
                 self._roster.release_forks(seq)
         self._just_chunked = []

@@ -56,7 +56,7 @@ class Sequence:
         self.parent: Sequence | None = None  # child 0, whose prompt pages this one may share
         self.forks: list[Sequence] = []  # children that wait until this one's prompt is computed
         self.grammar: CompiledGrammar | None = None  # of its output; None: free, or still being compiled
-        self.is_held = False  # not to be queued before its grammar is there
+        self.is_held = False  # its grammar is being compiled: its prompt may be computed, nothing sampled
         self.matcher: Matcher | None = None  # while placed, where the grammar is matched on the host
         self._walk: TokenMatcher | None = None  # after the first `_num_walked` tokens of the output
         self._num_walked = 0

@@ -75,16 +75,25 @@ class SchedulerMachine(hypothesis.stateful.RuleBasedStateMachine):
         self.loop = Loop(config, depth=depth)
         self.num_added = 0
 
-    @hypothesis.stateful.rule(ask=asks(), deadline_s=st.sampled_from([None, None, 1.0, 2.0]))
-    def add(self, ask: dict, deadline_s: float | None) -> None:
+    @hypothesis.stateful.rule(
+        ask=asks(), deadline_s=st.sampled_from([None, None, 1.0, 2.0]), held=st.sampled_from([False, False, True])
+    )
+    def add(self, ask: dict, deadline_s: float | None, held: bool) -> None:
+        if held:
+            ask |= {"min_tokens": 0}  # a grammar's business
         if not self.loop.config.prefix_cache:
             ask |= {"key": "", "marks": ()}
         try:
-            self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask))
+            self.loop.add(make_request(str(self.num_added), deadline_s=deadline_s, **ask), held=held)
         except CapacityError:
             num_tokens = len(ask["prompt"]) + min(1, ask["max_tokens"])
             assert self.loop.config.paging.num_needed(num_tokens) > self.loop.config.num_pages - 1
         self.num_added += 1
+
+    @hypothesis.stateful.precondition(lambda self: self.loop.held)
+    @hypothesis.stateful.rule()
+    def grammar_is_ready(self) -> None:
+        self.loop.release()
 
     @hypothesis.stateful.rule(num=st.integers(1, 6))
     def steps(self, num: int) -> None:
