@@ -66,7 +66,7 @@ class Backend:
     max_rows: int = 256  # default of LLM.load
     token_budget: int = 1024  # default tokens of a step with chunks
     decode_steps: int = 8  # default tokens a row makes in one device loop
-    min_rows_bf16: int = 1  # smallest decode bucket in bf16
+    one_row_bits: bool = False  # bf16 matrices are read as bits where one row decodes, see models.one_row
     auto_dtype: np.dtype | None = None  # what dtype="auto" stands for; None: the checkpoint's
     memory_fraction: float = 0.9  # default share of free memory for the page pool
 
@@ -74,8 +74,7 @@ class Backend:
 CPU = Backend(
     name="cpu",
     per_layer=True,
-    # One-row bf16 products are slow: 18-26 ms against 13 ms for two rows (SmolLM2's products, AVX512-BF16).
-    min_rows_bf16=2,
+    one_row_bits=True,
     max_rows=64,
     token_budget=512,
     decode_steps=8,
@@ -156,7 +155,7 @@ def fit(backend: Backend, shapes: Shapes) -> Backend:
     if reason is not None:
         _say_refused(backend.name, reason)
         shared = (
-            "query_tile", "max_rows", "token_budget", "decode_steps", "min_rows_bf16", "memory_fraction", "compiler_options",
+            "query_tile", "max_rows", "token_budget", "decode_steps", "memory_fraction", "compiler_options",
         )  # fmt: skip
         return dataclasses.replace(XLA, **{name: getattr(backend, name) for name in shared})
     tile = backend.query_tile

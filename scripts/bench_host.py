@@ -63,7 +63,7 @@ class Meter:
         self.result = None
         self.num_mixed = 0
         self.buckets = make_buckets(
-            max_rows=rows // data, min_rows=1, token_budget=self.config.token_budget, query_tile=self.config.chunk_align,
+            max_rows=rows // data, token_budget=self.config.token_budget, query_tile=self.config.chunk_align,
             max_pages=max_len // 16 + 1, max_len=max_len,
         )  # fmt: skip
         self.plan, self.pack, self.commit = Stopwatch(), Stopwatch(), Stopwatch()

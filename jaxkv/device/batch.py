@@ -32,14 +32,12 @@ class Buckets:
     page_moves: tuple[int, ...] = ()  # pages read or written at once; none where there are no lower tiers
 
 
-def make_buckets(
-    *, max_rows: int, min_rows: int, token_budget: int, query_tile: int, max_pages: int, max_len: int
-) -> Buckets:
+def make_buckets(*, max_rows: int, token_budget: int, query_tile: int, max_pages: int, max_len: int) -> Buckets:
     """Powers of two for decode; a coarser table where combinations multiply. `max_rows` is a data shard's."""
     max_tiles = -(-token_budget // query_tile)
     most_writes = max_rows * 2 + max_pages
     return Buckets(
-        decode_rows=_powers(min_rows, max_rows, 2),
+        decode_rows=_powers(1, max_rows, 2),
         mixed_rows=(0, *_powers(4, max_rows, 4)),
         mixed_tiles=_powers(1, max_tiles, 4),
         setups=_powers(1, max_rows, 8),

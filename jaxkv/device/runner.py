@@ -26,6 +26,7 @@ from jaxkv.device.row_state import NO_TOKEN
 from jaxkv.device.sampler import Logprobs
 from jaxkv.device.settings import Resolved
 from jaxkv.device.step_programs import StepPrograms
+from jaxkv.models import one_row
 from jaxkv.models.quant import SCHEMES
 from jaxkv.ops import Backend
 from jaxkv.plan import NO_ROWS, PageAt, PromptScores, RowSetup, SampledTokens, StepPlan, StepResult
@@ -85,9 +86,8 @@ class Runner:
         Raises:
             CapacityError: the pool does not fit.
         """
-        # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
-        self._params = jax.tree.leaves(nnx.state(model))
         self.mesh, self.backend, self.buckets = mesh, backend, buckets
+        self._take_params(model)
         self.shards = Shards(mesh.shape[DATA], max_rows // mesh.shape[DATA])
         assert self.shards.num_rows == max_rows and self.shards.num == pool_spec.num_shards
         self._vocab_size = vocab_size
@@ -100,6 +100,13 @@ class Runner:
         if cache is not None:
             self._programs.keep_in(cache)
         self.reset()
+
+    def _take_params(self, model: nnx.Module) -> None:
+        # A flat list crosses the jit boundary several times faster than a tree of nnx objects.
+        self._params = self._one_row_params = jax.tree.leaves(nnx.state(model))
+        if self.backend.one_row_bits and self.mesh.size == 1:
+            leaves = jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+            self._one_row_params = jax.tree.leaves([one_row.as_bits(leaf) for leaf in leaves])
 
     @classmethod
     def build(
@@ -165,14 +172,19 @@ class Runner:
             rows = spread(plan.decode_rows, self.shards, self.buckets.decode_rows)
             batch, places = None, rows.places
             self._pool, self._state, output = self._programs.decode(
-                self._params, self._pool, self._state, self._tables, rows.padded_rows(), np.int32(plan.num_steps)
-            )
+                self._decode_params(rows.size), self._pool, self._state, self._tables, rows.padded_rows(),
+                np.int32(plan.num_steps),
+            )  # fmt: skip
         computed = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         wants = bool(self._wants_logprobs[computed].any())
         in_flight = InFlight(plan, output, batch, places, self.backend.query_tile, wants)
         for array in (output.token_ids, output.counts, *(jax.tree.leaves(output.logprobs) if wants else ())):
             array.copy_to_host_async()
         return in_flight
+
+    def _decode_params(self, size: int) -> list[jax.Array]:
+        """What a decode step of `size` rows takes."""
+        return self._one_row_params if size == 1 else self._params
 
     def read_pages(self, pages: Sequence[PageAt]) -> PagesInFlight:
         """Takes a copy of some pages, as steps dispatched so far leave them; at most `max_moved` at once."""
@@ -283,14 +295,14 @@ class Runner:
             yield functools.partial(self._warm_moves, size)
         for size in b.decode_rows:
             rows = spread(NO_ROWS, shards, (size,)).padded_rows()
-            yield functools.partial(self._warm_step, "decode", rows, np.int32(1))
+            yield functools.partial(self._warm_step, "decode", self._decode_params(size), rows, np.int32(1))
         for num_tiles in b.mixed_tiles:
             to = spread(NO_ROWS, shards, (num_tiles,))
             tokens, tiles = to.full(0, self.backend.query_tile).reshape(-1), to.full(0, TILE_COLUMNS)
             tiles[:, ROW] = shards.rows_each
             for size in b.mixed_rows:
                 rows = spread(NO_ROWS, shards, (size,)).padded_rows()
-                yield functools.partial(self._warm_step, "mixed", tokens, tokens, tiles, rows)
+                yield functools.partial(self._warm_step, "mixed", self._params, tokens, tokens, tiles, rows)
 
     def _warm_copy(self, size: int) -> Any:
         self._pool = self._programs.copy_pages(self._pool, pad_pairs((), self.shards, (size,)))
@@ -308,9 +320,9 @@ class Runner:
     def _no_masks(self) -> np.ndarray:
         return np.zeros((0, automata.num_words(self._vocab_size)), np.uint32)
 
-    def _warm_step(self, name: str, *args: Any) -> Any:
+    def _warm_step(self, name: str, params: list[jax.Array], *args: Any) -> Any:
         program = getattr(self._programs, name)
-        self._pool, self._state, output = program(self._params, self._pool, self._state, self._tables, *args)
+        self._pool, self._state, output = program(params, self._pool, self._state, self._tables, *args)
         return output.counts
 
 

@@ -197,7 +197,6 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
     )
     buckets = make_buckets(
         max_rows=num_rows,
-        min_rows=min(num_rows, backend.min_rows_bf16 if dtype.itemsize == 2 else 1),
         token_budget=token_budget,
         query_tile=query_tile,
         max_pages=scheduler.max_pages * groups.num,

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import ACTIVATIONS, Attend, linear, lookup, param, read, rms_norm, run_layers, soft_cap
+from jaxkv.models.layers import (
+    ACTIVATIONS,
+    Attend,
+    PerLayer,
+    linear,
+    lookup,
+    param,
+    read,
+    rms_norm,
+    run_layers,
+    soft_cap,
+)
 from jaxkv.models.moe import mixture
 from jaxkv.models.rope import Phases, phases_of_all, rotate
 
@@ -140,6 +151,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`hidden [T, E]` -> float32 `[T, V]`."""
         head = self.embed[...] if self.cfg.tied else self.head[...]
+        if self.per_layer:  # multiplied as their matrices are
+            head = jax.tree.map(lambda array: PerLayer([array], jnp.int32(0)), head)
         logits = linear(hidden, head, out_dtype=jnp.dtype(jnp.float32))
         return soft_cap(logits / self.cfg.logit_scale if self.cfg.logit_scale != 1.0 else logits, self.cfg.logit_cap)
 

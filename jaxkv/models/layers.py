@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkv.models import one_row
 from jaxkv.models.quant import Quantised, scaled
 
 
@@ -97,8 +98,9 @@ def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype |
     """
     if isinstance(weight, PerLayer):
         # XLA:CPU multiplies bf16 into float32 twice as fast as into bf16 (SmolLM2's products: 13 against 27 ms for 1-2
-        # rows, 20 against 37 ms for 16, with AVX512-BF16).
-        return apply(lambda array, x: _linear_merged(x, array, num_in), (weight,), x).astype(x.dtype)
+        # rows, 20 against 37 ms for 16, with AVX512-BF16). One row goes its own way where its bits are at hand.
+        product = apply(lambda array, x: _linear_merged(x, array, num_in), (weight,), x)
+        return product.astype(out_dtype or x.dtype)
     if isinstance(weight, Quantised):
         return scaled(linear(x, weight.values, num_in, out_dtype), read(weight.scale)[None])
     weight = weight.astype(x.dtype)  # int8
@@ -120,19 +122,27 @@ def _linear_merged(x: jax.Array, weight: jax.Array, num_in: int) -> jax.Array:
     """
     out_shape = weight.shape[:-num_in]
     matrix = weight.reshape(math.prod(out_shape), -1)
-    return linear(x, matrix, out_dtype=jnp.dtype(jnp.float32)).reshape(-1, *out_shape)
+    if matrix.dtype == jnp.uint16:
+        product = one_row.multiply(x.reshape(1, -1), matrix)
+    elif x.shape[0] == 1 and x.dtype != jnp.float32:  # ten times slower than two
+        product = linear(jnp.concatenate([x, x]), matrix, out_dtype=jnp.dtype(jnp.float32))[:1]
+    else:
+        product = linear(x, matrix, out_dtype=jnp.dtype(jnp.float32))
+    return product.reshape(-1, *out_shape)
 
 
 def lookup(table: jax.Array, token_ids: jax.Array, *, as_bits: bool) -> jax.Array:
     """Rows `token_ids [T]` of `table [V, E]`.
 
     Args:
-        table: may be split over V.
+        table: may be split over V; or its bits, see `one_row`.
         token_ids: int32.
         as_bits: read a bf16 table as bits, because XLA:CPU would convert all of it to float32 first; the barrier keeps
             XLA from hoisting a copy of the bits out of the decode loop. XLA:TPU makes that copy in any case (131 MB a
             step for Llama 3.1 8B over 8 devices, 14% of all bytes moved).
     """
+    if table.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(table[token_ids], jnp.bfloat16)
     if table.dtype != jnp.bfloat16 or not as_bits:
         return table[token_ids]
     table, token_ids = jax.lax.optimization_barrier((table, token_ids))

@@ -15,7 +15,7 @@ ONE = Shards(1, MAX_ROWS)
 
 
 def buckets(query_tile: int, **changes: int) -> Buckets:
-    sizes = dict(max_rows=MAX_ROWS, min_rows=1, token_budget=BUDGET, max_pages=10, max_len=160) | changes
+    sizes = dict(max_rows=MAX_ROWS, token_budget=BUDGET, max_pages=10, max_len=160) | changes
     return make_buckets(query_tile=query_tile, **sizes)
 
 
@@ -120,10 +120,6 @@ def test_every_plan_fits_a_bucket(max_rows: int, budget: int, query_tile: int) -
             assert size <= fit(size, sizes) <= largest
     assert table.mixed_rows[0] == 0, "prefill alone computes no decode row"
     assert sum(map(len, vars(table).values())) <= 45
-
-
-def test_min_rows() -> None:
-    assert buckets(4, min_rows=2).decode_rows == (2, 4, 8)
 
 
 def test_padding() -> None:

@@ -221,9 +221,11 @@ def test_an_unwritable_folder_is_a_warning_and_the_engine_lives(tmp_path, model,
 def test_nothing_compiles_after_warm_up(tmp_path, model):
     llm = LLM.load(model, **SETTINGS, cache_dir=tmp_path, host_cache_bytes=4 * FILE, warm_up=True)
     before = llm.stats().num_compiles
-    for _ in range(2):
+    for _ in range(20):  # on a busy machine pages reach the disk late
         for prompt in PROMPTS:
             llm.generate([prompt], PARAMS, cache_control=KEEP)
+        if llm.stats().num_disk_hit_pages:
+            break
     assert llm.stats().num_disk_hit_pages > 0 and llm.stats().num_compiles == before
     assert "read_pages" not in LLM.load(model, **SETTINGS, warm_up=True)._engine.runner.num_traces, "only with tiers"
 

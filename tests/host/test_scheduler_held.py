@@ -31,7 +31,9 @@ def test_the_prompt_is_computed_while_the_grammar_is_compiled() -> None:
     loop.drain()
     loop.check_against_alone()
     done = loop.finished["held", 0]
-    assert (done.cached_tokens, done.cache_written_tokens, done.num_preemptions) == (0, 28, 0), "it computed them itself"
+    assert (done.cached_tokens, done.cache_written_tokens, done.num_preemptions) == (0, 28, 0), (
+        "it computed them itself"
+    )
     assert loop.admitted == ["held"]
 
 

@@ -195,7 +195,7 @@ def test_engines(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> N
 
     def dequantised(llm: LLM) -> None:
         model = change(load(HfSource(folder)), dequantise)
-        llm._engine.runner._params = jax.tree.leaves(nnx.state(model))
+        llm._engine.runner._take_params(model)
 
     expected = generate(folder, dequantised)
     for tensor in (2, 1) if request.node.get_closest_marker("exhaustive") else (2,):
