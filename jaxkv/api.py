@@ -185,12 +185,12 @@ class LLM(RequestLoop):
     ) -> list[RequestOutput]:
         each = _one_for_each(items, params or SamplingParams(), "SamplingParams")
         each = [self._intake.resolve(one) for one in each]
-        for one in each:
-            self._engine.compile(one)  # all at once; `_submit` waits for each
         builders: list[OutputBuilder] = []
         try:
             for (prompt, caching), one in zip(items, each, strict=True):
-                builders.append(self._submit(prompt, one, priority, caching, timeout_s, stream=False))
+                builders.append(self._begin(prompt, one, priority, caching, timeout_s, stream=False))
+            for builder in builders:
+                self._settle(builder.request, on_step)
             with Progress("generating", total=len(builders), unit="requests", show=progress) as bar:
                 pending = builders
                 while pending:

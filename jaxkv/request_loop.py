@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,7 +217,7 @@ class RequestLoop:
         """Sequences that run at once, over all data shards."""
         return self._engine.scheduler.config.max_rows
 
-    def _submit(
+    def _begin(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -227,8 +227,33 @@ class RequestLoop:
         *,
         stream: bool,
     ) -> OutputBuilder:
-        request = self.prepare(prompt, params, caching, priority=priority, timeout_s=timeout_s)
+        request = self.prepare(prompt, params, caching, priority=priority, timeout_s=timeout_s, wait=False)
         return self.enqueue(request, prompt if isinstance(prompt, str) else None, stream=stream)
+
+    def _settle(self, request: Request, on_step: Callable[[], None] = lambda: None) -> None:
+        """Computes steps, of a queued request the prompt, until its structured output is compiled.
+
+        Raises:
+            RequestError: it cannot be enforced.
+        """
+        compiling = self.compiling(request)
+        if compiling is None:
+            return
+        while not compiling.done():
+            self.step()
+            on_step()
+        compiling.result()
+        self.check_structure(request)
+
+    def _submit(self, *args: Any, **kwargs: Any) -> OutputBuilder:
+        """`_begin`, and returns once the request cannot be refused any more."""
+        builder = self._begin(*args, **kwargs)
+        try:
+            self._settle(builder.request)
+        except BaseException:
+            self.abort(builder.request.request_id)
+            raise
+        return builder
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -124,7 +124,7 @@ class Service:
             user: whom the client says it asks for.
 
         Raises:
-            ApiError: none of them was queued.
+            ApiError: one is refused, and none goes on.
         """
         num = sum(request.params.n for request in requests)
         self.gate.enter(num)
@@ -133,11 +133,11 @@ class Service:
             Handle(request, text, stream=stream, context=context) for request, text in zip(requests, texts, strict=True)
         ]
         try:
+            await self.engine.submit(handles)
             for request in requests:
                 await self._await_structure(request)
-            await self.engine.submit(handles)
         except BaseException as error:
-            self.gate.leave(num)
+            self.end(handles)
             if isinstance(error, JaxkvError):
                 raise refusal(error) from error
             raise
@@ -147,6 +147,8 @@ class Service:
 
     async def _await_structure(self, request: Request) -> None:
         """Waits for the compiled grammar on the event loop, for that takes up to seconds, and threads are few.
+
+        Meanwhile the engine computes the request's prompt.
 
         Raises:
             RequestError: the structure cannot be enforced.

@@ -286,23 +286,30 @@ def test_whole_within_any_budget(runner: Runner) -> None:
         client.submit(ask(TEXT[:90], max_tokens=50, structured=JsonSchema(OBJECT)), refuse=True)
 
 
-def test_a_request_waits_without_pages_while_its_grammar_is_compiled(runner: Runner, monkeypatch) -> None:
+def test_a_prompt_is_computed_while_its_grammar_is_compiled(runner: Runner, monkeypatch) -> None:
+    """And keeps neither row nor pages; then the output is what it is when the grammar was there before."""
     client = Client(runner, make_tokenizer())
+    form, prompt = Regex("[a-f]{3}"), TEXT[:40]
+    (before,) = client.run(client.submit(ask(prompt, structured=form, seed=3)))
+    client.engine.scheduler.clear_cache()
+    ready = client.grammars.submit(form).result()
     future: concurrent.futures.Future = concurrent.futures.Future()
-    ready = client.grammars.submit(Regex("[a-f]{3}")).result()
     monkeypatch.setattr(client.grammars, "submit", lambda *_: future)
-    waiting = client.submit(ask(TEXT[:9], structured=Regex("[a-f]{3}")))
-    aborted = client.submit(ask(TEXT[:9], structured=Regex("[a-f]{3}")), name="aborted")
-    free = client.submit(ask(TEXT[:9], max_tokens=20, ignore_eos=True))
+    waiting = client.submit(ask(prompt, structured=form, seed=3))
+    aborted = client.submit(ask(prompt, structured=form), name="aborted")
+    free = client.submit(ask(TEXT[50:59], max_tokens=20, ignore_eos=True))
     client.run(free)
     stats = client.engine.stats()
-    assert waiting.output is None and stats.pages_used == 0 and stats.num_requests == 2
+    assert waiting.output is None and stats.pages_used == 0 and stats.num_requests == 2 and stats.num_running == 0
     client.engine.scheduler.check()
     client.engine.abort("aborted")
     assert only(aborted.output).finish_reason is FinishReason.ABORT
     future.set_result(ready)
+    num_steps = client.engine.stats().num_steps
     (output,) = client.run(waiting)
-    assert re.fullmatch("[a-f]{3}", only(output).text)
+    assert only(output).token_ids == only(before).token_ids and re.fullmatch("[a-f]{3}", only(output).text)
+    assert output.cached_tokens == 0 and output.cache_written_tokens > 0, "it computed its prompt itself"
+    assert client.engine.stats().num_steps - num_steps <= 4
     client.check_idle()
 
 

@@ -91,11 +91,11 @@ class LiveServer:
     def check_idle(self) -> None:
         """Every page comes back (behaviour 6), and no sequence is counted as inside."""
         stats = lambda: self.service.engine.stats  # noqa: E731
+        wait_until(lambda: not self.service.engine._active and not self.service.metrics._progress)
         wait_until(lambda: stats().num_requests == 0 and stats().num_in_flight == 0)
         assert stats().pages_used == 0
         assert stats().pages_free + stats().pages_cached == self.service.llm.num_pages
         wait_until(lambda: self.service.gate.num_inside == 0)
-        assert not self.service.engine._active and not self.service.metrics._progress
 
 
 def read_metric(text: str, name: str) -> float:

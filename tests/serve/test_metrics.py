@@ -72,7 +72,8 @@ def test_open_metrics_is_spoken_too(server: LiveServer) -> None:
 
 
 def test_every_metric_of_the_dashboard_is_there(server: LiveServer) -> None:
-    server.post("/v1/completions", {**ASK, "prompt": []})
+    assert server.post("/v1/completions", {**ASK, "prompt": [1, 2]}).status_code == 200
+    assert server.post("/v1/completions", {**ASK, "prompt": []}).status_code == 400
     dashboard = json.loads(resources.files("jaxkv.serve").joinpath("grafana.json").read_text(encoding="utf-8"))
     text = json.dumps([panel["targets"] for panel in dashboard["panels"]])
     wanted = set(re.findall(r"jaxkv:\w+", text))
