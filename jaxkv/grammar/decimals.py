@@ -2,7 +2,8 @@ r"""Sets of numbers as automata over their JSON text.
 
 A number has many texts. These are accepted: plain decimals (`-12.50`), and with an exponent where one digit stands
 before the point, and is not zero (`1.5e-07`, which is how Python, JavaScript and most others write them). `number()`
-alone accepts all of JSON's grammar. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
+alone accepts all of JSON's grammar, but for exponents beyond 307, up or down: whoever reads `1e400` gets infinity, which is
+no number, and of `1e-400` zero is left. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
 """
 
 import functools
@@ -19,18 +20,22 @@ from jaxkv.grammar.regex import compile_regex
 _ALPHABET = [*"0123456789", "-", "+", ".", "eE"]
 _MAX_MODULUS = 4096  # a multiple of m needs m states
 _MAX_DIGITS = 400
+_EXPONENT = "0*([0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # of one digit before the point
+_SHORT_EXPONENT = "0*[0-9]{1,2}"  # of up to 200 digits
 
 
 @functools.cache
 def number() -> ByteAutomaton:
     """All JSON numbers."""
-    return compile_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+    return compile_regex(
+        rf"-?([0-9](\.[0-9]+)?([eE][+-]?{_EXPONENT})?|[1-9][0-9]+(\.[0-9]+)?([eE][+-]?{_SHORT_EXPONENT})?)"
+    )
 
 
 @functools.cache
 def integer() -> ByteAutomaton:
     """Numbers without a fractional part: `3`, `3.0`, `3e2`."""
-    return compile_regex(r"-?((0|[1-9][0-9]*)(\.0+)?|[1-9](\.0+)?[eE]\+?[0-9]+)")
+    return compile_regex(rf"-?((0|[1-9][0-9]*)(\.0+)?|[1-9](\.0+)?[eE]\+?{_EXPONENT})")
 
 
 @functools.cache
@@ -48,7 +53,8 @@ def written_otherwise() -> ByteAutomaton:
 @functools.cache
 def fractional() -> ByteAutomaton:
     """Numbers that are not integers."""
-    return compile_regex(r"-?((0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*|[1-9](\.[0-9]+)?[eE]-[0-9]*[1-9][0-9]*)")
+    written = compile_regex(r"-?((0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*|[1-9](\.[0-9]+)?[eE]-[0-9]*[1-9][0-9]*)")
+    return algebra.intersection(written, number())
 
 
 class _Compared(NamedTuple):
@@ -211,7 +217,7 @@ def compared(relation: str, bound: Decimal) -> ByteAutomaton:
             order = -1 if bound > 0 else -order
         return holds(order)
 
-    return explore(_Compared("start"), reader.step, accepts, _ALPHABET)
+    return algebra.intersection(explore(_Compared("start"), reader.step, accepts, _ALPHABET), number())
 
 
 @functools.lru_cache(maxsize=512)

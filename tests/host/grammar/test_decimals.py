@@ -1,5 +1,6 @@
 """Sets of numbers, against decimal arithmetic."""
 
+import itertools
 import operator
 from decimal import Decimal
 
@@ -52,13 +53,32 @@ def test_equality_is_by_value(value, texts):
         assert automaton.matches(text) == (Decimal(text) == value), text
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30) | st.integers())
+FLOATS = st.floats(allow_nan=False, min_value=-1e308, max_value=1e308, exclude_min=True, exclude_max=True)
+
+
+@given(FLOATS.filter(lambda value: value == 0 or abs(value) >= 1e-307) | st.integers())
 @settings(deadline=None, max_examples=100)
 def test_what_python_writes_is_a_number(value):
     text = repr(value)
     assert decimals.number().matches(text)
     assert decimals.compared("<", Decimal(0)).matches(text) == (value < 0)
     assert decimals.compared(">=", Decimal(0)).matches(text) == (value >= 0)
+
+
+@pytest.mark.parametrize(
+    "automaton",
+    [decimals.number(), decimals.integer(), decimals.fractional(), decimals.compared("!=", Decimal(7)),
+     decimals.compared("<", Decimal(0)), decimals.compared(">", Decimal(0)), decimals.compared("<", Decimal("1e-350"))],
+)  # fmt: skip
+def test_no_exponent_is_beyond_what_a_double_holds(automaton):
+    """What SmolLM2 wrote once, hot, for an integer: -2.0E+801807178393660903212600021043274081715597."""
+    for sign, mantissa, letter, exponent in itertools.product(
+        ["", "-"], ["2", "1.5", "2.0", "12.5", "300"], "eE", ["308", "+400", "-308", "0999", "-" + "9" * 40]
+    ):
+        assert not automaton.matches(sign + mantissa + letter + exponent)
+    assert not decimals.number().matches("30e100") and decimals.number().matches("30e99")
+    assert decimals.number().matches("9.9e+0307") and decimals.compared(">", Decimal(0)).matches("9.9e+307")
+    assert decimals.fractional().matches("1.5e-307") and decimals.integer().matches("2e307")
 
 
 def test_integers_and_fractions_exclude_each_other():
