@@ -2,8 +2,11 @@ r"""Sets of numbers as automata over their JSON text.
 
 A number has many texts. These are accepted: plain decimals (`-12.50`), and with an exponent where one digit stands
 before the point, and is not zero (`1.5e-07`, which is how Python, JavaScript and most others write them). `number()`
-alone accepts all of JSON's grammar, but for exponents beyond 307, up or down: whoever reads `1e400` gets infinity, which is
-no number, and of `1e-400` zero is left. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
+alone accepts all of JSON's grammar. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
+
+Most readers make doubles of numbers, and must not see others than those meant: of `1e400` infinity, which is no number, of
+`9007199254740993.5` an integer. So exponents have at most two digits (written as nobody does, they may be longer), and a
+fraction shows within the number's first 16 digits that it is one.
 """
 
 import functools
@@ -20,16 +23,14 @@ from jaxkv.grammar.regex import compile_regex
 _ALPHABET = [*"0123456789", "-", "+", ".", "eE"]
 _MAX_MODULUS = 4096  # a multiple of m needs m states
 _MAX_DIGITS = 400
-_EXPONENT = "0*([0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # of one digit before the point
-_SHORT_EXPONENT = "0*[0-9]{1,2}"  # of up to 200 digits
+_EXPONENT = "[0-9]{1,2}"
+_EXACT_DIGITS = 16  # of a decimal: no two that differ become one double
 
 
 @functools.cache
 def number() -> ByteAutomaton:
     """All JSON numbers."""
-    return compile_regex(
-        rf"-?([0-9](\.[0-9]+)?([eE][+-]?{_EXPONENT})?|[1-9][0-9]+(\.[0-9]+)?([eE][+-]?{_SHORT_EXPONENT})?)"
-    )
+    return compile_regex(rf"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?{_EXPONENT})?")
 
 
 @functools.cache
@@ -53,8 +54,16 @@ def written_otherwise() -> ByteAutomaton:
 @functools.cache
 def fractional() -> ByteAutomaton:
     """Numbers that are not integers."""
-    written = compile_regex(r"-?((0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*|[1-9](\.[0-9]+)?[eE]-[0-9]*[1-9][0-9]*)")
-    return algebra.intersection(written, number())
+    plain = [rf"0\.{_apart(_EXACT_DIGITS)}"]
+    plain += [rf"[1-9][0-9]{{{num - 1}}}\.{_apart(_EXACT_DIGITS - num)}" for num in range(1, _EXACT_DIGITS)]
+    scientific = rf"[1-9](\.[0-9]{{1,{_EXACT_DIGITS - 1}}})?[eE]-([1-9][0-9]?|0[1-9])"
+    return compile_regex(f"-?({'|'.join([*plain, scientific])})")
+
+
+def _apart(num: int) -> str:
+    """Digits after the point, as a regex, of which the first `num` tell the number from the integers beside it."""
+    zeros, nines = f"0{{1,{num - 1}}}[1-9][0-9]*", f"9{{1,{num - 1}}}[0-8][0-9]*"
+    return f"([1-8][0-9]*|9{{1,{num}}}{f'|{zeros}|{nines}' if num > 1 else ''})"
 
 
 class _Compared(NamedTuple):
