@@ -188,9 +188,9 @@ class LLM(RequestLoop):
         builders: list[OutputBuilder] = []
         try:
             for (prompt, caching), one in zip(items, each, strict=True):
-                builders.append(self._begin(prompt, one, priority, caching, timeout_s, stream=False))
+                builders.append(self._submit(prompt, one, priority, caching, timeout_s, stream=False, settle=False))
             for builder in builders:
-                self._settle(builder.request, on_step)
+                self._settle(builder, on_step)
             with Progress("generating", total=len(builders), unit="requests", show=progress) as bar:
                 pending = builders
                 while pending:

@@ -29,9 +29,9 @@ from jaxkv.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = (
-    0.05  # a step waits so long for a grammar or pages from disk, if there is nothing else: deadlines must be seen
-)
+# A step waits so long if there is nothing else to do, for deadlines, and who calls `step`, must not wait longer.
+MAX_WAIT_S = 0.05  # for pages from disk
+GRAMMAR_WAIT_S = 0.002
 
 
 class Engine:
@@ -173,7 +173,7 @@ class Engine:
         return self.scheduler.stats()
 
     def _take_grammars(self) -> None:
-        """Requests whose grammar is compiled join the queue; those that it cannot serve end."""
+        """Requests whose grammar is compiled join the queue; those that it cannot serve end, and nobody else does."""
         for request_id, future in [*self._compiling.items()]:
             if not future.done():
                 continue
@@ -185,9 +185,13 @@ class Engine:
                 check_whole(
                     len(request.prompt_token_ids), request.params, builder.grammar.min_tokens, self.scheduler.config
                 )
-            except RequestError as error:
+            except Exception as error:
+                message = str(error)
+                if not isinstance(error, RequestError):
+                    log.exception("request %s: its grammar failed", request_id)
+                    message = f"the grammar failed: {error!r}"
                 for child in range(request.params.n):
-                    self.scheduler.finish(request_id, child, reason=FinishReason.ERROR, error=str(error))
+                    self.scheduler.finish(request_id, child, reason=FinishReason.ERROR, error=message)
             else:
                 self.scheduler.set_grammar(request_id, builder.grammar)
 
@@ -201,7 +205,7 @@ class Engine:
         self.mover.move()
         if plan is None and not self._flights and self._compiling:  # nothing else to do
             concurrent.futures.wait(
-                self._compiling.values(), timeout=MAX_WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED
+                self._compiling.values(), timeout=GRAMMAR_WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED
             )
         if plan is not None:
             self._flights.append((self.runner.dispatch(plan), time.monotonic()))

@@ -217,7 +217,7 @@ class RequestLoop:
         """Sequences that run at once, over all data shards."""
         return self._engine.scheduler.config.max_rows
 
-    def _begin(
+    def _submit(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -226,34 +226,35 @@ class RequestLoop:
         timeout_s: float | None,
         *,
         stream: bool,
+        settle: bool = True,
     ) -> OutputBuilder:
+        """Queues a request; with `settle` it returns once the request cannot be refused any more."""
         request = self.prepare(prompt, params, caching, priority=priority, timeout_s=timeout_s, wait=False)
-        return self.enqueue(request, prompt if isinstance(prompt, str) else None, stream=stream)
+        builder = self.enqueue(request, prompt if isinstance(prompt, str) else None, stream=stream)
+        try:
+            if settle:
+                self._settle(builder)
+        except BaseException:
+            self.abort(request.request_id)
+            raise
+        return builder
 
-    def _settle(self, request: Request, on_step: Callable[[], None] = lambda: None) -> None:
-        """Computes steps, of a queued request the prompt, until its structured output is compiled.
+    def _settle(self, builder: OutputBuilder, on_step: Callable[[], None] = lambda: None) -> None:
+        """Computes steps, of a queued request the prompt, until its structured output is compiled or its time is up.
 
         Raises:
             RequestError: it cannot be enforced.
         """
-        compiling = self.compiling(request)
+        compiling = self.compiling(builder.request)
         if compiling is None:
             return
         while not compiling.done():
+            if builder.output is not None:
+                return
             self.step()
             on_step()
         compiling.result()
-        self.check_structure(request)
-
-    def _submit(self, *args: Any, **kwargs: Any) -> OutputBuilder:
-        """`_begin`, and returns once the request cannot be refused any more."""
-        builder = self._begin(*args, **kwargs)
-        try:
-            self._settle(builder.request)
-        except BaseException:
-            self.abort(builder.request.request_id)
-            raise
-        return builder
+        self.check_structure(builder.request)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

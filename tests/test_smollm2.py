@@ -1,5 +1,6 @@
 """The whole chain on real weights: SmolLM2-135M-Instruct in float32."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -10,6 +11,8 @@ import pytest
 
 from jaxkv import LLM, CacheControl, SamplingParams
 from jaxkv.errors import RequestError
+from jaxkv.request import FinishReason
+from jaxkv.structured import JsonSchema, Regex
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +153,28 @@ def test_bfloat16_scores_texts_as_float32_does(llm: LLM) -> None:
         ]
         assert sum(gaps) / len(gaps) < 0.1
         assert max(gaps) < 1.0
+
+
+def test_a_structure_that_is_refused_raises_and_leaves_nothing(llm: LLM) -> None:
+    some = [
+        SamplingParams(max_tokens=4),
+        SamplingParams(max_tokens=4, structured=JsonSchema({"type": "string", "not": {}})),
+    ]
+    for _ in range(2):
+        with pytest.raises(RequestError, match="no text fulfils it"):
+            llm.generate(["One", "Two"], some)
+    with pytest.raises(RequestError, match="no text fulfils it"):
+        llm.stream("Two", some[1])
+    stats = llm.stats()
+    assert (stats.num_requests, stats.pages_used) == (0, 0)
+
+
+def test_time_that_is_up_waits_for_no_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = llm._engine._grammars
+    assert grammars is not None
+    monkeypatch.setattr(grammars, "submit", lambda *_: concurrent.futures.Future())
+    (output,) = llm.generate("One", SamplingParams(structured=Regex("a+")), timeout_s=0.2)
+    assert output.outputs[0].finish_reason is FinishReason.ABORT and not output.outputs[0].token_ids
 
 
 def test_refused_requests_leave_the_neighbours_alone(llm: LLM) -> None:

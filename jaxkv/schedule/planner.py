@@ -226,7 +226,7 @@ class Planner:
         if self._draft.placement.is_worth_waiting(seq, *offers[0]) or not self._is_up(offers[0][1]):
             self._refused_for_pages_only = False
             return Verdict.NOT_YET
-        if seq.is_held and self._roster.target(seq, cached := offers[0][1].num_tokens) == cached:
+        if seq.is_held and not self._roster.may_compute_ahead(seq, offers[0][1].num_tokens):
             self._roster.set_aside(seq)
             return Verdict.GONE
         if not self._roster.pin_grammar(seq):

@@ -1,4 +1,4 @@
-"""Every unfinished sequence, and the only four ways its life can turn: add, place, preempt, end.
+"""Every unfinished sequence, and the only ways its life can turn: add, place, preempt, end; set aside, released.
 
 A sequence is in exactly one place: held back (a fork whose parent's prompt is not computed yet; one whose grammar is being
 compiled and whose prompt is in the cache), waiting in the queue, or placed in a row. Only placed sequences hold pages.
@@ -68,6 +68,7 @@ class Roster:
         self.host_masks = HostMasks()
         self.homes = Homes()
         self.newest_group: Group | None = None  # of the sequence that got a row last
+        self._pages_ahead: dict[Sequence, int] = {}  # that held sequences computed, or are computing
 
     @property
     def num_requests(self) -> int:
@@ -115,6 +116,7 @@ class Roster:
         group = self._requests.get(request_id, [])
         if group and group[0].is_held and group[0].ending is None:
             self.set_aside(group[0])
+            self._pages_ahead.pop(group[0], None)
             group[0].is_held = False
             self._queue(group[0])
         for seq in group:
@@ -127,6 +129,15 @@ class Roster:
         page_size, align = self.config.page_size, self.config.chunk_align
         num_tokens = max((seq.prompt_len - 1) // page_size * page_size - start, 0)
         return start + num_tokens // align * align
+
+    def may_compute_ahead(self, held: Sequence, num_cached: int) -> bool:
+        """Whether there is something to compute for a held sequence, and not too much computed for such already.
+
+        Half of all pages: whoever computes more ahead loses the first of it before anybody reads it.
+        """
+        end = self.target(held, num_cached)
+        total = self.config.paging.num_needed(end) + sum(self._pages_ahead.values())
+        return end > num_cached and total <= (self.config.num_pages - 1) * self.config.num_shards // 2
 
     def set_aside(self, held: Sequence) -> None:
         """Takes a held sequence out of row or queue: it has computed what it may."""
@@ -154,6 +165,8 @@ class Roster:
         if not self.memories[shard].try_attach(seq, reuse, keep_free):
             return False
         self.rows.place(seq, shard, reuse.num_tokens)
+        if seq.is_held:
+            self._pages_ahead[seq] = len(seq.held_pages)
         if seq.cached_tokens is None:
             self.num_prompt_tokens += seq.prompt_len
             self.num_hit_tokens += min(reuse.num_tokens, seq.prompt_len)
@@ -200,6 +213,7 @@ class Roster:
                 self._publish_output(seq)
             self._vacate(seq)
         self.waiting.discard(seq)
+        self._pages_ahead.pop(seq, None)
         seq.ending = ending
         self.is_stalled = False
         self.release_forks(seq)
@@ -263,6 +277,7 @@ class Roster:
         )
         assert self.rows.num_may_jump == sum(seq.may_jump for seq in placed) == self.rows.may_jump.sum()
         held = [seq for seq in self.all_sequences() if seq.is_held and not seq.is_placed and seq not in waiting]
+        assert all(seq.is_held for seq in self._pages_ahead)
         held += [fork for seq in self.all_sequences() for fork in seq.forks if fork.ending is None]
         assert len(placed) + len(waiting) + len(held) == len(self.all_sequences())
 

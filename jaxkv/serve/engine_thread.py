@@ -42,6 +42,7 @@ class Handle:
 
     Attributes:
         output: set when it is over.
+        early_news: what came, and when, while it may still be refused; then it never counts. None: it is accepted.
     """
 
     def __init__(self, request: Request, text: str | None, *, stream: bool, context: Any = None) -> None:
@@ -50,6 +51,7 @@ class Handle:
         self.stream = stream
         self.context = context
         self.output: RequestOutput | None = None
+        self.early_news: list[tuple[list[Piece], RequestOutput | None, float]] | None = []
         self._pieces: list[Piece] = []
         self._news = asyncio.Event()
 

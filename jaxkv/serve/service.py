@@ -114,7 +114,7 @@ class Service:
         headers: Mapping[str, str],
         user: str | None = None,
     ) -> list[Handle]:
-        """Queues requests; whoever calls this calls `end`, whatever happens.
+        """Queues requests; whoever gets handles from this calls `end`, whatever happens.
 
         Args:
             requests: of one HTTP request, from `prepare`.
@@ -143,6 +143,7 @@ class Service:
             raise
         for handle in handles:
             self._log_start(handle, user)
+            self._accept(handle)
         return handles
 
     async def _await_structure(self, request: Request) -> None:
@@ -157,7 +158,7 @@ class Service:
         if compiling is not None:
             ended = asyncio.wrap_future(compiling)
             await asyncio.wait([ended])  # not `await ended`, which if cancelled would cancel what others wait for
-            ended.exception()  # is seen now; the next line raises it
+            ended.result()
             self.llm.check_structure(request)
 
     def end(self, handles: Sequence[Handle]) -> None:
@@ -170,7 +171,20 @@ class Service:
         self.engine.cancel_all()
 
     def _note(self, handle: Handle, pieces: list[Piece], output: RequestOutput | None) -> None:
-        self.metrics.note(handle, pieces, output, time.monotonic())
+        news = (pieces, output, time.monotonic())
+        if handle.early_news is None:
+            self._note_accepted(handle, *news)
+        else:
+            handle.early_news.append(news)
+
+    def _accept(self, handle: Handle) -> None:
+        """The request will not be refused any more: from now on, and as far as it came by now, it counts."""
+        early, handle.early_news = handle.early_news or [], None
+        for news in early:
+            self._note_accepted(handle, *news)
+
+    def _note_accepted(self, handle: Handle, pieces: list[Piece], output: RequestOutput | None, now_s: float) -> None:
+        self.metrics.note(handle, pieces, output, now_s)
         if output is None:
             return
         self._tracer.record(handle, output, self.name)

@@ -313,6 +313,23 @@ def test_a_prompt_is_computed_while_its_grammar_is_compiled(runner: Runner, monk
     client.check_idle()
 
 
+def test_a_grammar_that_fails_oddly_ends_its_request_only(runner: Runner, monkeypatch) -> None:
+    client = Client(runner, make_tokenizer())
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    free = client.submit(ask(TEXT[50:59], max_tokens=20, ignore_eos=True))
+    monkeypatch.setattr(client.grammars, "submit", lambda *_: future)
+    odd = client.submit(ask(TEXT[:40], structured=Regex("[a-f]{3}"), n=2))
+    client.engine.step()
+    future.set_exception(RecursionError("too deep"))
+    (output,) = client.run(odd)
+    assert [(each.finish_reason, each.error) for each in output.outputs] == [
+        (FinishReason.ERROR, "the grammar failed: RecursionError('too deep')")
+    ] * 2
+    (output,) = client.run(free)
+    assert len(only(output).token_ids) == 20
+    client.check_idle()
+
+
 def test_eos_is_suppressed_until_json_is_complete(runner: Runner) -> None:
     """Free text otherwise: its tokens are those of a free row with end tokens forbidden until then."""
     client = Client(runner, make_tokenizer())

@@ -81,6 +81,17 @@ def test_chunks_are_whole_tiles() -> None:
     loop.check_against_alone()
 
 
+def test_nothing_computed_ahead_is_lost_to_more_of_it() -> None:
+    loop = Loop(small_config(token_budget=32))  # 40 pages: each needs 8
+    for number in range(12):
+        loop.add(make_request(str(number), make_prompt(30, start=number), max_tokens=5), held=True)
+    run_dry(loop)
+    assert loop.runner.num_computed == 2 * 28, "as many as half of the pages hold"
+    loop.drain()
+    loop.check_against_alone()
+    assert loop.runner.num_computed == 12 * (30 + 5 - 1)
+
+
 def test_one_that_is_refused_or_aborted_leaves_nothing() -> None:
     loop = Loop(small_config(token_budget=8))
     for name in ["refused", "aborted", "released"]:

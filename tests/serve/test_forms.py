@@ -58,11 +58,17 @@ def test_tool_choice_none_shows_no_tools(server: LiveServer) -> None:
     ],
 )
 def test_what_cannot_be_enforced_is_refused(server: LiveServer, changes: dict[str, Any], param: str | None) -> None:
+    def counted() -> list[str]:
+        names = ("jaxkv:prompt_tokens_total", "jaxkv:request_success_total", "jaxkv:e2e_request_latency_seconds_count")
+        return [line for line in server.get("/metrics").text.splitlines() if line.startswith(names)]
+
+    before = counted()
     body = {"model": NAME, "messages": CHAT, "max_tokens": 60, **changes}
     refused = server.post("/v1/chat/completions", body)
     assert refused.status_code == 400, refused.text
     assert param is None or param in refused.json()["error"]["message"]
     server.check_idle()
+    assert counted() == before, "what was refused did not run"
 
 
 def test_an_answer_fits_its_schema(server: LiveServer) -> None:
