@@ -5,8 +5,8 @@ before the point, and is not zero (`1.5e-07`, which is how Python, JavaScript an
 alone accepts all of JSON's grammar. Comparisons are by value, digit by digit, with no floating point: `1.0` is 1.
 
 Most readers make doubles of numbers, and must not see others than those meant: of `1e400` infinity, which is no number, of
-`9007199254740993.5` an integer. So exponents have at most two digits (written as nobody does, they may be longer), and a
-fraction shows within the number's first 16 digits that it is one.
+`9007199254740993.5` an integer. So exponents have at most two digits, and a fraction shows within the number's first 16
+digits that it is one. (Plain texts of more than 308 digits, and bounds closer than a double tells apart, are not looked after.)
 """
 
 import functools

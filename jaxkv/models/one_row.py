@@ -19,12 +19,14 @@ MAX_TERMS = 128  # slices of a row; each is code of its own
 
 
 def as_bits(leaf: Any) -> Any:
-    """A parameter as `linear` and `lookup` may take it where one row is computed: the bits of a bf16 matrix, uint16.
-
-    The memory is the parameter's own. What is no matrix, quantised ones, and those of experts stay as they are.
+    """A parameter's value as `linear` and `lookup` may take it where one row is computed.
 
     Args:
         leaf: an `nnx.Param` on a single CPU device.
+
+    Returns:
+        The bits of a bf16 matrix, uint16 of the same shape `[out.., in..]`, over the parameter's own memory. Any other value
+        as it is: of no matrix, quantised, of experts, or not a whole number of `LANES` wide.
     """
     value, first_axis = leaf.get_value(), leaf.logical_axes[0]
     is_matrix = (leaf.num_in > 0 or first_axis == "vocab") and first_axis != "experts"
