@@ -23,6 +23,7 @@ from jaxkv.models.layers import (
     rms_norm,
     run_layers,
     soft_cap,
+    unrounded,
 )
 from jaxkv.models.moe import mixture
 from jaxkv.models.rope import Phases, phases_of_all, rotate
@@ -111,10 +112,11 @@ class DecoderLayer(nnx.Module):
         cfg, activation = self.cfg, ACTIVATIONS[self.cfg.activation]
         if cfg.experts is not None:
             return mixture(x, self.router[...], self.gate_up[...], self.down[...], cfg.experts, activation)
-        gate_up = linear(x, self.gate_up[...])  # [T, 2, F]
+        weight = self.gate_up[...]
+        gate_up = linear(x, weight, out_dtype=unrounded(weight, x.dtype))  # [T, 2, F]
         if cfg.mlp_bias:
-            gate_up = gate_up + read(self.gate_up_bias[...])[None]
-        out = linear(activation(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+            gate_up = gate_up + read(self.gate_up_bias[...]).astype(gate_up.dtype)[None]
+        out = linear((activation(gate_up[:, 0]) * gate_up[:, 1]).astype(x.dtype), self.down[...])
         return out + read(self.down_bias[...])[None] if cfg.mlp_bias else out
 
 

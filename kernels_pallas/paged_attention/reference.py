@@ -11,7 +11,9 @@ bf16 and float8 pools are arrays of their bits (`BITS`): XLA:CPU scatters and ga
 the whole pool to and fro at every write and read (500 ms a token instead of 40).
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,10 @@ NEG_INF = -1e30  # finite: an all-masked tile must not produce NaN
 # Keys read per iteration. Of 32/64/128/256/512, 128 was fastest on two cores with AVX512-BF16 (bf16: 49/30/25/32/47 ms
 # for the attention of a SmolLM2 step with 16 rows of 320 tokens; float32: 50/45/45/59/76 ms).
 TILE_TOKENS = 128
+
+NO_KEY = jnp.iinfo(jnp.int32).max
+MIN_SPLIT = 8  # query tiles that are worth a loop of their own, where others' keys end before theirs
+MAX_SINGLE = 4  # queries of a KV head up to which XLA:CPU multiplies each by itself faster than all at once
 
 BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype(jnp.uint8)}
 VALUES = {bits: dtype for dtype, bits in BITS.items()}
@@ -88,6 +94,19 @@ def write_kv(
     return pool.at[page, :, :, offset].set(kv, mode="promise_in_bounds")
 
 
+class Rows(NamedTuple):
+    """What is looked up for each tile of queries; R = G * Q, the queries that share a KV head: rows of one product."""
+
+    q: jax.Array  # [N, K, R, D]
+    page_table: jax.Array  # int32 [N, M]
+    kv_len: jax.Array  # int32 [N]
+    oldest: jax.Array  # int32 [N]: the first key that a query sees, `NO_KEY` if none sees any
+    last_key: jax.Array  # int32 [N, 1, R, 1]: the last that a query sees
+
+
+Carry = tuple[jax.Array, ...]  # the online softmax: peak and total [N, K, R, 1], weighted sum [N, K, R, D]
+
+
 def attend(
     q: jax.Array,  # [N, Q, H, D]
     pool: jax.Array,  # [L * P, 2, K, S, D], with the tokens' own K/V already written
@@ -106,30 +125,25 @@ def attend(
     groups = num_heads // num_kv_heads
     tile_pages = max(1, min(TILE_TOKENS // page_size, tiles.page_table.shape[1]))
     tile = tile_pages * page_size
-    page_table, kv_len = _pad_to_multiple(tiles.page_table, tile_pages), tiles.kv_len
-    # [N, K, G * Q, D]: the queries that share a KV head are the rows of one matmul
-    qk = (q.astype(jnp.float32) * (scale * kv_scale[0])).reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim)
-    qk = qk.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, groups * num_queries, head_dim)
-    last_key = jnp.minimum(tiles.start[:, None] + jnp.arange(num_queries)[None, :], kv_len[:, None] - 1)  # [N, Q]
-    last_key = jnp.tile(last_key, (1, groups))[:, None, :, None]  # [N, 1, G * Q, 1]
+    # bf16 products are exact in float32, so bf16 operands lose nothing; they pay where there are many queries.
+    in_bf16 = q.dtype == VALUES.get(pool.dtype) == jnp.bfloat16 and num_queries > 1
+    scale *= kv_scale[0]
 
-    def visit(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def visit(rows: Rows, index: jax.Array, carry: Carry) -> Carry:
         peak, total, acc = carry
-        pages = jax.lax.dynamic_slice_in_dim(page_table, index * tile_pages, tile_pages, axis=1) + first_page
+        pages = jax.lax.dynamic_slice_in_dim(rows.page_table, index * tile_pages, tile_pages, axis=1) + first_page
         position = index * tile + jnp.arange(tile)
-        exists = position[None, :] < kv_len[:, None]  # [N, tile]
-        if window is not None:  # pages before the window may have been released, and the null page may hold NaN
-            exists &= position[None, :] > tiles.start[:, None] - window
-        exists = exists[:, None, :, None]
-        keys = _gather(pool, pages, 0)
-        values = jnp.where(exists, _gather(pool, pages, 1), 0.0)  # 0 * NaN is NaN
-        scores = _batched_dot(qk, keys, 3)  # [N, K, G * Q, tile]
+        # Pages before the window may have been released, and the null page may hold NaN.
+        exists = (position[None, :] < rows.kv_len[:, None]) & (position[None, :] >= rows.oldest[:, None])
+        keys = _gather(pool, pages, 0, as_float32=not in_bf16)
+        values = jnp.where(exists[:, None, :, None], _gather(pool, pages, 1), 0.0)  # 0 * NaN is NaN
+        scores = _products(rows.q, keys) * scale  # [N, K, R, tile]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         position = position[None, None, None, :]
-        seen = position <= last_key
+        seen = position <= rows.last_key
         if window is not None:
-            seen &= position > last_key - window
+            seen &= position > rows.last_key - window
         scores = jnp.where(seen, scores, NEG_INF)
         new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weight = jnp.exp(scores - new_peak)
@@ -138,29 +152,53 @@ def attend(
         acc = acc * keep + _batched_dot(weight, values, 2)
         return new_peak, total, acc
 
+    order = jnp.argsort(-tiles.kv_len)  # the longest first, for `walk`
+    kv_len, begin, page_table = tiles.kv_len[order], tiles.start[order], tiles.page_table[order]
+    by_head = q[order].reshape(num_tiles, num_queries, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    last_key = jnp.minimum(begin[:, None] + jnp.arange(num_queries)[None, :], kv_len[:, None] - 1)  # [N, Q]
+    rows = Rows(
+        q=by_head.astype(q.dtype if in_bf16 else jnp.float32).reshape(num_tiles, num_kv_heads, -1, head_dim),
+        page_table=_pad_to_multiple(page_table, tile_pages),
+        kv_len=kv_len,
+        oldest=jnp.where(kv_len > 0, 0 if window is None else jnp.maximum(begin - window + 1, 0), NO_KEY),
+        last_key=jnp.tile(last_key, (1, groups))[:, None, :, None],
+    )
     row = (num_tiles, num_kv_heads, groups * num_queries)
     peak = jnp.full((*row, 1), NEG_INF / 2, jnp.float32)  # above NEG_INF: masked keys weigh exp(-5e29) = 0
     total = jnp.zeros((*row, 1), jnp.float32)
     if sinks is not None:  # a key that comes first and adds nothing
         sink = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, groups), num_queries, axis=1)
         peak, total = jnp.broadcast_to(sink[None, :, :, None], peak.shape), jnp.ones_like(total)
-    first = 0
-    if window is not None:
-        oldest = jnp.where(kv_len > 0, tiles.start - window + 1, jnp.iinfo(jnp.int32).max)
-        first = jnp.maximum(oldest.min(), 0) // tile
     start = (peak, total, jnp.zeros((*row, head_dim), jnp.float32))
-    _, total, acc = jax.lax.fori_loop(first, (kv_len.max() + tile - 1) // tile, visit, start)
+    _, total, acc = walk(visit, tile, rows, jnp.int32(0), start)
     out = acc * kv_scale[1] / jnp.where(total == 0, 1.0, total)
     out = out.reshape(num_tiles, num_kv_heads, groups, num_queries, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(num_tiles, num_queries, num_heads, head_dim).astype(q.dtype)
+    return out.reshape(q.shape).astype(q.dtype)[jnp.argsort(order)]
+
+
+def walk(
+    visit: Callable[[Rows, jax.Array, Carry], Carry], tile: int, rows: Rows, first: jax.Array, carry: Carry
+) -> Carry:
+    """Visits the tiles of keys from `first` on, as far as a row sees them. Rows are sorted, the longest first: where the
+    second half of them ends, the first half goes on by itself."""
+    first = jnp.maximum(first, rows.oldest.min() // tile)
+    half = rows.kv_len.shape[0] // 2
+    is_split = half >= MIN_SPLIT
+    stop = (rows.kv_len[half if is_split else 0 :].max() + tile - 1) // tile
+    carry = jax.lax.fori_loop(first, stop, functools.partial(visit, rows), carry)
+    if not is_split:
+        return carry
+    longer = Rows(*(each[:half] for each in rows)), jnp.maximum(first, stop), tuple(each[:half] for each in carry)
+    done = tuple(each[half:] for each in carry)
+    return tuple(jnp.concatenate(pair) for pair in zip(walk(visit, tile, *longer), done, strict=True))
 
 
 def _pad_to_multiple(page_table: jax.Array, tile_pages: int) -> jax.Array:
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % tile_pages)))
 
 
-def _gather(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
-    """K (`which` = 0) or V (1) of `pages [N, TP]` -> float32 `[N, K, TP * S, D]`, laid out by the gather itself."""
+def _gather(pool: jax.Array, pages: jax.Array, which: int, *, as_float32: bool = True) -> jax.Array:
+    """K (`which` = 0) or V (1) of `pages [N, TP]` -> `[N, K, TP * S, D]`, laid out by the gather itself."""
     _, _, num_kv_heads, page_size, head_dim = pool.shape
     index = jnp.stack([pages, jnp.full_like(pages, which)], axis=-1)
     gathered = jax.lax.gather(
@@ -172,7 +210,18 @@ def _gather(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
     )  # [N, K, TP, S, D]
     if pool.dtype in VALUES:
         gathered = jax.lax.bitcast_convert_type(gathered, VALUES[pool.dtype])
-    return gathered.astype(jnp.float32).reshape(pages.shape[0], num_kv_heads, -1, head_dim)
+    return (gathered.astype(jnp.float32) if as_float32 else gathered).reshape(
+        pages.shape[0], num_kv_heads, -1, head_dim
+    )
+
+
+def _products(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """`q [N, K, R, D]` times `keys [N, K, tile, D]` -> float32 `[N, K, R, tile]`."""
+    if q.shape[2] > MAX_SINGLE:
+        return _batched_dot(q, keys, 3)
+    numbers = (((2,), (3,)), ((0, 1), (0, 1)))
+    one = functools.partial(jax.lax.dot_general, dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST)
+    return jnp.stack([one(q[:, :, row], keys) for row in range(q.shape[2])], axis=2)
 
 
 def _batched_dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
@@ -182,4 +231,5 @@ def _batched_dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
         b,
         (((3,), (contract_b,)), ((0, 1), (0, 1))),
         precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import Tiles, paged_attention, storage_dtype
+from kernels_pallas.paged_attention import Tiles, paged_attention, reference, storage_dtype
 from tests.kernels.cases import Case, Shape, check, make_case, tiles_around_pages
 
 attend = jax.jit(paged_attention, static_argnames=("scale", "soft_cap", "kv_scale"), donate_argnums=3)
@@ -47,6 +47,32 @@ def test_equals_obvious_attention(shape: Shape) -> None:
     """Tiles and decode rows in one call."""
     tiles = tiles_around_pages(shape.page_size, shape.width)
     check(as_values, make_case(shape, tiles, [(70, 1), (0, 1), (0, 0), (shape.page_size, 1)]), shape)
+
+
+@pytest.mark.parametrize("shape", [
+    Shape(page_size=16, num_heads=6, num_kv_heads=2, head_dim=64, width=8, dtype="bfloat16"),
+    Shape(page_size=16, num_heads=4, num_kv_heads=2, width=4, window=70, sinks=True),
+], ids=str)  # fmt: skip
+def test_rows_of_very_different_lengths(shape: Shape) -> None:
+    """So many that the longer ones go on by themselves, in whatever order they come."""
+    rng = np.random.default_rng(0)
+    tiles = [(int(start), int(rng.integers(1, shape.width + 1))) for start in rng.geometric(1 / 200, 37) - 1]
+    check(as_values, make_case(shape, tiles, [(int(start), 1) for start in rng.geometric(1 / 200, 21) - 1]), shape)
+
+
+def test_short_rows_are_not_visited_to_the_end() -> None:
+    """Each row up to its own last tile of keys, and all rows together in few visits more than that."""
+    lengths = np.sort(np.random.default_rng(1).geometric(1 / 100, 64))[::-1].astype(np.int32)
+    none, zeros = jnp.zeros((64, 0)), jnp.zeros(64, jnp.int32)
+    rows = reference.Rows(q=none, page_table=none, kv_len=jnp.asarray(lengths), oldest=zeros, last_key=zeros)
+
+    def visit(rows: reference.Rows, index: jax.Array, carry: reference.Carry) -> reference.Carry:
+        return tuple(each + 1 for each in carry)
+
+    visits, *_ = reference.walk(visit, 16, rows, jnp.int32(0), (zeros,) * 3)
+    visits, needed = np.asarray(visits), -(-lengths // 16)
+    assert (visits >= needed).all() and (visits <= needed.max()).all()
+    assert visits.sum() < 0.6 * needed.max() * len(lengths)
 
 
 def test_only_padding_tiles() -> None:
