@@ -78,7 +78,8 @@ class LLM(RequestLoop):
             num_pages: pages in the pool, each for all layers, a multiple of `data`; None takes `memory_fraction` of the free
                 memory. One sequence lives on one data shard, which has its share of rows and pages.
             memory_fraction: share of free memory for the pool.
-            token_budget: tokens a data shard computes in a step with prefill chunks; smaller keeps streams smoother.
+            token_budget: prompt tokens that a data shard computes in a step, beside decode rows; smaller keeps streams
+                smoother.
             decode_steps: tokens a sequence makes in one device loop when nothing waits.
             prefix_cache: reuse the pages of equal prompt beginnings.
             eviction: which cached pages go first when memory is needed: "lru", those not used for longest; "cost",

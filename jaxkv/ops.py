@@ -64,7 +64,7 @@ class Backend:
     per_layer: bool = False  # one array per layer and parameter; else stacked, see models.layers.PerLayer
     query_tile: int = 32  # tokens of one row that attend together in a prefill chunk
     max_rows: int = 256  # default of LLM.load
-    token_budget: int = 1024  # default tokens of a step with chunks
+    token_budget: int = 1024  # default prompt tokens of a step
     decode_steps: int = 8  # default tokens a row makes in one device loop
     one_row_bits: bool = False  # bf16 matrices are read as bits where one row decodes, see models.one_row
     auto_dtype: np.dtype | None = None  # what dtype="auto" stands for; None: the checkpoint's

@@ -13,7 +13,7 @@ class Paging:
 
     page_size: int  # tokens
     windows: tuple[int | None, ...] = (None,)  # of each group: tokens that its layers see; None: all before
-    token_budget: int = 0  # tokens computed in a step
+    token_budget: int = 0  # prompt tokens computed in a step
 
     @functools.cached_property
     def max_chunk(self) -> int:

@@ -51,9 +51,9 @@ def ways() -> list[Way]:
         Way("tight pool, no overlap", tight | {"prefix_cache": False, "overlap": False}, may_preempt=True),
         Way("tight pool, cache", tight, may_preempt=True),
         Way("warm cache", roomy, passes=2),
-        Way("16-token chunks", roomy | {"token_budget": 16 + MAX_ROWS - 1}),
-        Way("64-token chunks", roomy | {"token_budget": 64 + MAX_ROWS - 1}),
-        Way("256-token chunks, one token a step", roomy | {"token_budget": 256 + MAX_ROWS - 1, "decode_steps": 1}),
+        Way("16-token chunks", roomy | {"token_budget": 16}),
+        Way("64-token chunks", roomy | {"token_budget": 64}),
+        Way("256-token chunks, one token a step", roomy | {"token_budget": 256, "decode_steps": 1}),
     ]
 
 

@@ -129,10 +129,8 @@ class FakeRunner:
         if plan.chunks:
             assert plan.num_steps == 1
             align, tokens = self.config.chunk_align, [0] * self.config.num_shards
-            for row, num in [(row, 1) for row in plan.decode_rows.tolist()] + [
-                (chunk.row, -(-len(chunk.token_ids) // align) * align) for chunk in plan.chunks
-            ]:
-                tokens[self.config.shards.of(row)] += num
+            for chunk in plan.chunks:
+                tokens[self.config.shards.of(chunk.row)] += -(-len(chunk.token_ids) // align) * align
             assert max(tokens) <= self.config.token_budget, (tokens, self.config.token_budget)
 
     def _first_page(self, row: int) -> int:

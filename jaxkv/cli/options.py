@@ -93,7 +93,7 @@ LOAD_OPTIONS = (
     Option("page_size", "tokens in a page of the KV cache", "N", int),
     Option("num_pages", "pages in the pool", "N", int),
     Option("memory_fraction", "share of free memory for the pool; not with --num-pages", "F", float),
-    Option("token_budget", "tokens computed in a step with prompt chunks", "N", int),
+    Option("token_budget", "prompt tokens computed in a step", "N", int),
     Option("decode_steps", "tokens a sequence makes in one device loop", "N", int),
     Option("prefix_cache", "never reuse the pages of equal prompt beginnings", kind="off"),
     Option(

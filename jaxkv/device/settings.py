@@ -40,7 +40,7 @@ class EngineConfig:
     page_size: int = 16  # tokens per page
     num_pages: int | None = None  # over all data shards; None: from memory_fraction
     memory_fraction: float | None = None  # share of free memory for pages; None: by platform
-    token_budget: int | None = None  # tokens a data shard computes in a step with prefill chunks; None: by platform
+    token_budget: int | None = None  # prompt tokens that a data shard computes in a step; None: by platform
     decode_steps: int | None = None  # tokens a row makes in one device loop; None: by platform
     prefix_cache: bool = True  # reuse pages of equal prefixes
     eviction: str = "lru"  # which cached pages go first: "lru", "cost" or "adaptive"
@@ -144,8 +144,8 @@ def resolve(config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, mesh: Me
     kv_dtype = dtype if config.kv_dtype == "auto" else jnp.dtype(KV_DTYPES[config.kv_dtype])
     backend = ops.fit(backend, _shapes(config, model, dtype, kv_dtype, mesh, max_len))
     num_rows = _share("max_rows", config.max_rows, data) or backend.max_rows  # on a shard
-    token_budget = config.token_budget or max(backend.token_budget, num_rows - 1 + backend.query_tile)
-    query_tile = _query_tile(token_budget, num_rows, backend)
+    token_budget = config.token_budget or backend.token_budget
+    query_tile = _query_tile(token_budget, backend)
     backend = dataclasses.replace(backend, query_tile=query_tile)
     groups = _groups(config, model, max_len)
     spec = PoolSpec(
@@ -289,10 +289,10 @@ def _share(field: str, value: int | None, data: int) -> int | None:
     return None if value is None else value // data
 
 
-def _query_tile(token_budget: int, num_rows: int, backend: Backend) -> int:
-    """The back end's tile, halved until one fits next to all but one row decoding."""
+def _query_tile(token_budget: int, backend: Backend) -> int:
+    """The back end's tile, halved until one fits."""
     tile = backend.query_tile
-    while tile > 1 and tile > token_budget - num_rows + 1:
+    while tile > token_budget:
         tile //= 2
     return tile
 

@@ -49,8 +49,9 @@ def try_jump(jump: Jump | None, draft: Draft) -> bool:
         return False
     seq, row, roster, config = jump.seq, jump.seq.row, draft.roster, draft.config
     shard, start = config.shards.of(row), seq.num_computed
-    room = (draft.budgets[shard] + 1) // config.chunk_align * config.chunk_align  # with the row's decode token
-    num = min(len(jump.forced) - jump.num_in_flight + 1, room)  # in the chunk: the newest token, and forced ones
+    num = min(
+        len(jump.forced) - jump.num_in_flight + 1, draft.room(shard)
+    )  # in the chunk: the newest token, and forced ones
     if num <= MIN_SAVED or not draft.try_take(seq, start + num):
         return False
     forced = jump.forced[: jump.num_in_flight + num - 1]
@@ -58,7 +59,6 @@ def try_jump(jump: Jump | None, draft: Draft) -> bool:
     assert isinstance(seq.grammar, OnDevice)
     draft.writes = [write for write in draft.writes if write.row != row]
     draft.put_in_row(seq, token_ids, (roster.grammars.place_of(seq.grammar), *seq.place_in_grammar(forced)))
-    draft.budgets[shard] += 1
     draft.put_chunk(seq, Chunk(row=row, start=start, token_ids=token_ids[start:].copy(), samples=True))
     roster.num_forced_tokens += num - 1
     return True

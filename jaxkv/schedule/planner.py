@@ -4,7 +4,8 @@ The order makes room for whoever runs before anybody else gets in (behaviour 12)
 
     1. decode rows: one token each. If their pages do not fit, the worst-ranked sequences are preempted. This comes
        before anything is placed, so a victim never has to be taken out of a half-made plan.
-    2. chunks of running sequences that are behind, then of waiting ones, in what is left of the token budget.
+    2. chunks of running sequences that are behind, then of waiting ones, as far as the token budget goes. Decode rows take
+       nothing of it: the programs have room of their own for them, and tiles left empty would be computed all the same.
     3. if no chunk came of that: as many tokens a decode row as `decode_steps` and free pages allow.
 
 Every data shard has pages and a token budget of its own. Who of those that wait is next, and where it goes, is
@@ -75,8 +76,6 @@ class Planner:
         jumps = find_jumps(self._rows, batch)
         batch, num_steps = self._reserve(batch, 1 if behind or jumps or self._may_admit() else max_steps)
         if behind or jumps or self._may_admit():  # asked again: a preemption made room, maybe for others
-            for shard, num in enumerate(self._shards.sums(batch.rows, np.ones_like(batch.rows))):
-                self._draft.budgets[shard] -= num
             jumped = [try_jump(jumps.get(row), self._draft) for row in batch.rows.tolist()]
             batch = batch.select(~np.array(jumped, bool))
             for seq in behind:

@@ -145,6 +145,19 @@ def test_12_decode_rows_are_in_every_step_while_prompts_arrive():
     loop.check_against_alone()
 
 
+def test_12_decode_rows_leave_the_whole_budget_to_chunks():
+    loop = Loop(small_config(token_budget=8, chunk_align=4), depth=1)
+    for number in range(2):
+        loop.add(make_request(str(number), make_prompt(2, number), max_tokens=20))
+    loop.step()
+    loop.add(make_request("long", make_prompt(20, 9), max_tokens=1))
+    for _ in range(2):
+        loop.step()
+        assert len(loop.plans[-1].decode_rows) == 2 and chunk_lens(loop.plans[-1:], 2) == [8]
+    loop.drain()
+    loop.check_against_alone()
+
+
 def test_12_chunks_of_running_sequences_come_before_new_ones():
     loop = Loop(small_config(token_budget=11, chunk_align=4), depth=1)
     loop.add(make_request("a", make_prompt(20), max_tokens=1))
@@ -262,7 +275,7 @@ def test_15_odd_sizes_work(odd: dict):
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [
-        ({"token_budget": 10, "chunk_align": 8}, r"token_budget=10 .*8 tokens next to 3 decode rows.*at least 11"),
+        ({"token_budget": 7, "chunk_align": 8}, r"token_budget=7 .*one chunk tile.*at least 8"),
         ({"num_pages": 1}, "num_pages=1"),
         ({"page_size": 0}, "page_size=0"),
         ({"max_bypass": -1}, "max_bypass=-1"),

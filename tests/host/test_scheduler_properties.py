@@ -31,7 +31,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_shards=num_shards,
         page_size=draw(st.sampled_from([1, 3, 4, 16])),
         num_pages=draw(st.integers(4, 60)) * len(windows),
-        token_budget=rows_each - 1 + align + draw(st.integers(0, 20)),
+        token_budget=align + draw(st.integers(0, 20)),
         chunk_align=align,
         decode_steps=draw(st.integers(1, 5)),
         prefix_cache=draw(st.sampled_from([True, True, False])),
