@@ -180,7 +180,8 @@ def walk(
     visit: Callable[[Rows, jax.Array, Carry], Carry], tile: int, rows: Rows, first: jax.Array, carry: Carry
 ) -> Carry:
     """Visits the tiles of keys from `first` on, as far as a row sees them. Rows are sorted, the longest first: where the
-    second half of them ends, the first half goes on by itself."""
+    second half of them ends, the first half goes on by itself. XLA:CPU sums products of some shapes in another order for
+    half the rows, so where the neighbours end may show in the last bit."""
     first = jnp.maximum(first, rows.oldest.min() // tile)
     half = rows.kv_len.shape[0] // 2
     is_split = half >= MIN_SPLIT

@@ -107,7 +107,8 @@ def test_large_scores_do_not_overflow(scale: float) -> None:
 
 
 def test_a_tile_does_not_depend_on_its_neighbours() -> None:
-    """Bit for bit: what a row attends to must not change with the batch (a longer neighbour adds masked iterations)."""
+    """Bit for bit, where rows are too few for `walk` to split them: what a row attends to must not change with the batch (a
+    longer neighbour adds masked iterations)."""
     shape = Shape(page_size=8, num_heads=4, num_kv_heads=2)
     case = make_case(shape, [(10, 1), (200, 1)])
 
