@@ -180,8 +180,8 @@ def walk(
     visit: Callable[[Rows, jax.Array, Carry], Carry], tile: int, rows: Rows, first: jax.Array, carry: Carry
 ) -> Carry:
     """Visits the tiles of keys from `first` on, as far as a row sees them. Rows are sorted, the longest first: where the
-    second half of them ends, the first half goes on by itself. XLA:CPU sums products of some shapes in another order for
-    half the rows, so where the neighbours end may show in the last bit."""
+    second half of them ends, the first half goes on by itself. XLA:CPU compiles the loop of half the rows otherwise for
+    some shapes, so where the neighbours end may show in the last bit."""
     first = jnp.maximum(first, rows.oldest.min() // tile)
     half = rows.kv_len.shape[0] // 2
     is_split = half >= MIN_SPLIT
@@ -221,12 +221,17 @@ def _products(q: jax.Array, keys: jax.Array) -> jax.Array:
     if q.shape[2] > MAX_SINGLE:
         return _batched_dot(q, keys, 3)
     numbers = (((2,), (3,)), ((0, 1), (0, 1)))
-    one = functools.partial(jax.lax.dot_general, dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST)
+    one = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=numbers,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     return jnp.stack([one(q[:, :, row], keys) for row in range(q.shape[2])], axis=2)
 
 
 def _batched_dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
-    """Contract the last axis of `a [N, K, ., .]` with axis `contract_b` of `b [N, K, ., .]`; float32 all through."""
+    """Contract the last axis of `a [N, K, ., .]` with axis `contract_b` of `b [N, K, ., .]`; into float32."""
     return jax.lax.dot_general(
         a,
         b,

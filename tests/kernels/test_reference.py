@@ -29,6 +29,7 @@ SHAPES = [
     Shape(page_size=8, num_heads=4, num_kv_heads=2, width=4, window=5),
     Shape(page_size=8, num_heads=4, num_kv_heads=2, width=4, window=100, soft_cap=0.7, sinks=True),
     Shape(page_size=16, num_heads=9, num_kv_heads=3, head_dim=64),
+    Shape(page_size=16, num_heads=2, num_kv_heads=2, width=2, dtype="bfloat16"),  # few queries, multiplied as bf16
     Shape(page_size=16, num_heads=4, num_kv_heads=2, width=16, first_page=30, window=1),
     Shape(page_size=16, num_heads=6, num_kv_heads=2, head_dim=64, width=8, dtype="bfloat16", sinks=True),
     Shape(page_size=16, num_heads=4, num_kv_heads=2, width=8, kv_dtype="int8", kv_scale=(0.03, 0.02)),
