@@ -116,8 +116,8 @@ def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype |
 
 
 def unrounded(weight: Weight, dtype: jnp.dtype) -> jnp.dtype:
-    """For `linear`'s `out_dtype`, where the product is computed with before it becomes `dtype`: float32 where it is that
-    anyway (XLA:CPU rounds to bf16 value by value: a fifth of a second of a SmolLM2 prefill of 4096 tokens)."""
+    """The `out_dtype` of a `linear` whose result is computed with further before it is rounded to `dtype`: float32 where it is
+    that anyway (XLA:CPU rounds to bf16 value by value: a fifth of a second of a SmolLM2 prefill of 4096 tokens)."""
     values = weight.values if isinstance(weight, Quantised) else weight
     return jnp.dtype(jnp.float32) if isinstance(values, PerLayer) else dtype
 

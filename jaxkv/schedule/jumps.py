@@ -48,10 +48,9 @@ def try_jump(jump: Jump | None, draft: Draft) -> bool:
     if jump is None or not jump.seq.is_placed:
         return False
     seq, row, roster, config = jump.seq, jump.seq.row, draft.roster, draft.config
-    shard, start = config.shards.of(row), seq.num_computed
-    num = min(
-        len(jump.forced) - jump.num_in_flight + 1, draft.room(shard)
-    )  # in the chunk: the newest token, and forced ones
+    start = seq.num_computed
+    most = len(jump.forced) - jump.num_in_flight + 1  # in the chunk: the newest token, and forced ones
+    num = min(most, draft.room(config.shards.of(row)))
     if num <= MIN_SAVED or not draft.try_take(seq, start + num):
         return False
     forced = jump.forced[: jump.num_in_flight + num - 1]
