@@ -145,7 +145,7 @@ def test_the_pool_stays_in_place() -> None:
     pool = jnp.zeros((4096, 2, 2, 8, 8), jnp.float32)
     kv, q = jnp.zeros((16, 2, 8), jnp.float32), jnp.zeros((16, 4, 8), jnp.float32)
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-    parts = (Tiles(ints((16, 4)), ints(16), jnp.ones(16, jnp.int32), ints(16), width=1),)  # so many that `walk` splits them
+    parts = (Tiles(ints((16, 4)), ints(16), jnp.ones(16, jnp.int32), ints(16), width=1),)  # 16 rows: `walk` splits them
     memory = attend.lower(q, kv, kv, pool, parts, np.int32(0), scale=1.0).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 20
