@@ -93,6 +93,11 @@ GPU_OPTIONS = (("xla_gpu_enable_triton_gemm", False),)
 GPU_QUANTISED_OPTIONS = (("xla_gpu_enable_triton_gemm", True),)
 
 
+# Left alone, XLA lays out all weights anew for a TPU7x at each call (tiles of 16 x 128 bf16 numbers instead of 8 x 128): twice
+# their memory, and 2.7 times the bytes that a decode step must move.
+TPU7X_OPTIONS = (("xla_tpu_control_large_2nd_minor_layout_for_x16", False),)
+
+
 def select(platform: str, device_kind: str = "", *, quantised: bool = False) -> Backend:
     """The back end for a jax platform ("cpu", "tpu", "gpu") and a kind of device ("TPU v6 lite", "NVIDIA H200").
 
@@ -110,7 +115,8 @@ def _by_platform(platform: str, device_kind: str) -> Backend:
     if platform == "cpu":
         return CPU
     if platform == "tpu" and re.search(r"v[2-9]|\d+x", device_kind, re.IGNORECASE):
-        return _tpu(importlib.import_module("kernels_pallas.paged_attention.tpu"))
+        options = TPU7X_OPTIONS if "7x" in device_kind.lower() else ()
+        return _tpu(importlib.import_module("kernels_pallas.paged_attention.tpu"), options)
     if platform == "gpu" and re.search(_HOPPER, device_kind):
         return _gpu(importlib.import_module("kernels_pallas.paged_attention.gpu"))
     log.warning("no paged-attention kernel for %s %r: using the XLA reference path", platform, device_kind)
@@ -122,7 +128,7 @@ def _by_platform(platform: str, device_kind: str) -> Backend:
 _HOPPER = r"\bG?H\d+"  # H100, H200, GH200, H20, ...: compute capability 9.0
 
 
-def _tpu(kernel: ModuleType) -> Backend:
+def _tpu(kernel: ModuleType, options: tuple[tuple[str, bool], ...]) -> Backend:
     def refuses(shapes: Shapes, query_tile: int) -> str | None:
         problem = kernel.Problem(
             num_tiles=1, width=query_tile, table_pages=shapes.max_pages, num_heads=shapes.num_heads,
@@ -134,6 +140,7 @@ def _tpu(kernel: ModuleType) -> Backend:
     return Backend(
         name="tpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype,
         storage_shape=kernel.storage_shape, pack=kernel.pack, unpack=kernel.unpack, refuses=refuses,
+        compiler_options=options, quantised_options=options,
     )  # fmt: skip
 
 

@@ -36,6 +36,12 @@ def test_kernels_by_device(platform: str, kind: str, name: str) -> None:
     assert ops.fit(backend, SHAPES) == backend
 
 
+def test_compiler_options_of_one_tpu() -> None:
+    for quantised in (False, True):
+        assert ops.select("tpu", "TPU7x", quantised=quantised).compiler_options == ops.TPU7X_OPTIONS
+        assert ops.select("tpu", "TPU v6 lite", quantised=quantised).compiler_options == ()
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
 def test_other_gpus_take_the_reference_and_say_so_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

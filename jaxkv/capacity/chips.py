@@ -55,12 +55,8 @@ class Chip:
     bf16_flops: float
     int8_ops: float | None  # None: the vendor names none
     link_bytes_s: float  # TPU interconnect or NVLink
-    copies_weights: bool = False  # its compiler lays out all weights anew in each step, see below
     gpu: GpuLimits | None = None
 
-
-# Weights are stacked [L, ...] and each layer takes its slice. TPU compilers read the slice in place, but libtpu 0.0.52 lays
-# out whole stacks anew for tpu7x at each call (tiles of 16 x 128 instead of 8 x 128).
 
 # JAX takes 75% of a GPU's memory at its start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 # (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
@@ -77,7 +73,6 @@ def _tpu(
         name=name, platform="tpu", device_kind=kind, devices_per_chip=n, num_dims=dims, hbm_bytes=hbm * GIB // n,
         usable_bytes=int(usable * GIB), hbm_bytes_s=bandwidth * 1e9 / n, bf16_flops=bf16 * 1e12 / n,
         int8_ops=None if int8 is None else int8 * 1e12 / n, link_bytes_s=link * 1e9 / n,
-        copies_weights=name == "tpu7x",
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class StepFacts:
     pool_is_aliased: bool
     collectives: Mapping[str, int]  # in one layer, by kind
     pool_sized: Mapping[str, int]  # operations that make an array as large as a layer of the pool
+    copied_argument_bytes: int  # of arguments that are laid out anew before the step: weights, tables
     pool_scatters: int
     has_layer_loop: bool
     attention: str  # the back end's name
@@ -198,6 +199,7 @@ class AbstractEngine:
             pool_is_aliased=module.aliases.get(0) == len(self.params),
             collectives=dict(hlo.collectives(module, loop.body)) if loop else {},
             pool_sized=dict(hlo.large_results(module, elements // num_layers, pool_shape[1:])),
+            copied_argument_bytes=hlo.copied_arguments(module),
             pool_scatters=hlo.scatters(module, elements // num_layers),
             has_layer_loop=loop is not None,
             attention=self.resolved.backend.name,

@@ -158,8 +158,6 @@ class Layout:
 
     def copied_bytes(self, chip: Chip) -> int:
         """Weights of one device that its compiler is known to copy in a step."""
-        if chip.copies_weights:
-            return self.weight_bytes
         # XLA copies a layer's gates and ups out of the stack for a ragged product: 224 of 227 MiB of temporaries of
         # Mixtral's decode step over 8 v6e (2.9 times the bytes that it must move).
         experts = 2 * self._mlp_weights // 3 * self.cfg.experts.num // self.tensor if self.cfg.experts else 0

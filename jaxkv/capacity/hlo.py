@@ -256,6 +256,20 @@ def _are_layers(array: Array, layer_elements: int) -> bool:
     return elements > 0 and elements % layer_elements == 0
 
 
+def copied_arguments(module: Module) -> int:
+    """Bytes of arguments that the program copies whole before it works on them, to lay them out otherwise."""
+    lines = {line.name: line for line in module.computations[ENTRY]}
+
+    def is_argument(name: str) -> bool:
+        line = lines[name]
+        if line.op in ("copy-start", "copy-done", "bitcast"):  # into on-chip memory first
+            return is_argument(line.operands[0])
+        return line.op == "parameter"
+
+    copies = [line for line in lines.values() if line.op == "copy" and is_argument(line.operands[0])]
+    return sum(array.num_bytes for line in copies for array in line.result)
+
+
 def scatters(module: Module, layer_elements: int) -> int:
     """Scatters into arrays of one or more layers' pages, fused or not."""
     return sum(

@@ -82,7 +82,7 @@ def load_model(
             if target.sharding != piece.sharding:
                 value = _copy_heads(array, family.copy_heads[piece.path], cfg.kv_copies, target.sharding)
             if is_quantised(leaf):
-                value = quantise_onto(value, leaf.num_in, shardings(leaf, mesh, skip=int(target.is_stacked)))
+                value = quantise_onto(value, shardings(leaf, mesh, skip=int(target.is_stacked)))
             # Waiting bounds what is in flight; the reader's threads go on meanwhile.
             jax.block_until_ready(value)
             if target.is_stacked:

@@ -6,7 +6,11 @@ its grammar by offsets (`grammar_layout.GrammarPlace`) and carries its state; fr
 A *host row* has a grammar that is matched on the host. It stands in one of the first states, one for each row, whose mask
 the host writes before each step (`set_masks`).
 
-Axis letters: N sampled rows, V vocabulary, W = ceil(V / 32) words of a mask, S states, C token classes of a grammar.
+Axis letters: N sampled rows, V vocabulary, W words of a mask, S states, C token classes of a grammar.
+
+On TPUs an array lies in memory in the order of axes that its tiles of 8 x 128 pad least, and a gather of rows from one
+that lies column by column first copies it whole, in every step. So masks are as wide as fills tiles, and states lie one
+after the other along one axis.
 """
 
 import dataclasses
@@ -33,6 +37,7 @@ from jaxkv.grammar_layout import (
 # Entries that one call of `load` writes at most; a grammar takes as many calls as its longest table needs.
 LOADED_STATES, LOADED_TRANSITIONS, LOADED_LOOKUPS, LOADED_MASKS = 1024, 1 << 16, 4096, 32
 NEG_INF = float("-inf")
+_LANES = 128  # columns of a tile of a TPU's memory
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +45,8 @@ NEG_INF = float("-inf")
 class Tables:
     """The pools. Each ends with as much slack as `load` writes at once."""
 
-    states: jax.Array  # int32 [S, STATE_COLUMNS]
-    transitions: jax.Array  # uint16 [.]: entry `states[state, FIRST] + class` of a grammar is the state that follows
+    states: jax.Array  # int32 [S * STATE_COLUMNS]: one after the other, see `_state`
+    transitions: jax.Array  # uint16 [.]: entry `FIRST + class`, with FIRST of the state, is the state that follows
     effects: jax.Array  # int16 [.]: on the counter, at the same places: >= 0 adds, < 0 sets to the complement
     lookups: jax.Array  # int32 [.]: mask rows and distances, see `address`
     classes: jax.Array  # uint16 [G, V]: of each token
@@ -49,7 +54,8 @@ class Tables:
 
 
 def num_words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
+    """W: ceil(V / 32), rounded up to whole tiles."""
+    return -(-vocab_size // (32 * _LANES)) * _LANES
 
 
 def init_tables(sizes: GrammarSizes, max_rows: int, vocab_size: int) -> Tables:
@@ -60,9 +66,9 @@ def init_tables(sizes: GrammarSizes, max_rows: int, vocab_size: int) -> Tables:
     states[:, STOPS] = AS_MASKED
     num_transitions = 1 + sizes.num_transitions + LOADED_TRANSITIONS
     num_lookups = sizes.num_lookups + LOADED_LOOKUPS
-    rest = jnp.zeros((sizes.num_states + LOADED_STATES, STATE_COLUMNS), jnp.int32)
+    rest = jnp.zeros((sizes.num_states + LOADED_STATES) * STATE_COLUMNS, jnp.int32)
     return Tables(
-        states=jnp.concatenate([jnp.asarray(states), rest]),
+        states=jnp.concatenate([jnp.asarray(states.ravel()), rest]),
         transitions=jnp.zeros(num_transitions, jnp.uint16),
         effects=jnp.zeros(num_transitions, jnp.int16),
         lookups=jnp.concatenate([jnp.arange(num_host, dtype=jnp.int32), jnp.zeros(num_lookups, jnp.int32)]),
@@ -84,7 +90,7 @@ def constrain(
     bound = live & (params.grammar_states != 0)
 
     def apply(logits: jax.Array) -> jax.Array:
-        state = tables.states[params.grammar_states + grammar_state]
+        state = _state(tables, params.grammar_states + grammar_state)
         mask = tables.lookups[address(state, MASK, grammar_count)]
         bits = unpack(tables.masks[mask], logits.shape[1])
         masked = jnp.where(bits | ~bound[:, None], logits, NEG_INF)
@@ -99,6 +105,11 @@ def constrain(
         return _allow_stops(masked, logits, params.stop_ids, state[:, STOPS], bound)
 
     return jax.lax.cond(bound.any(), apply, lambda x: x, logits)
+
+
+def _state(tables: Tables, index: jax.Array) -> jax.Array:
+    """int32 [N, STATE_COLUMNS] of the states int32 [N]."""
+    return tables.states[index[:, None] * STATE_COLUMNS + jnp.arange(STATE_COLUMNS)[None]]
 
 
 def unpack(words: jax.Array, vocab_size: int) -> jax.Array:
@@ -143,12 +154,12 @@ def fit_budget(
             # By class, with what lies in the pool beyond the state's own, whose classes the mask forbids; then by token.
             follow = jax.lax.dynamic_slice_in_dim(tables.transitions, at, MAX_CLASSES).astype(jnp.int32)
             counts = _count_on(jax.lax.dynamic_slice_in_dim(tables.effects, at, MAX_CLASSES), count)
-            dist = tables.lookups[address(tables.states[states + follow], DIST, counts)]
+            dist = tables.lookups[address(_state(tables, states + follow), DIST, counts)]
             return jnp.where((dist <= remaining)[tables.classes[classes].astype(jnp.int32)], x, NEG_INF)
 
         return jax.lax.cond(tight, cut, lambda x: x, logits)
 
-    first = tables.states[params.grammar_states + grammar_state, FIRST]
+    first = _state(tables, params.grammar_states + grammar_state)[:, FIRST]
     at = params.grammar_transitions + first
     rows = (logits, params.grammar_classes, at, params.grammar_states, grammar_count, remaining, tight)
     return jax.lax.map(one_row, rows)
@@ -175,7 +186,8 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """States and counters int32 [N] after `token_ids` int32 [N]; free rows and host rows stay at 0."""
     kind = tables.classes[params.grammar_classes, token_ids].astype(jnp.int32)
-    at = params.grammar_transitions + tables.states[params.grammar_states + grammar_state, FIRST] + kind
+    first = _state(tables, params.grammar_states + grammar_state)[:, FIRST]
+    at = params.grammar_transitions + first + kind
     # Class 0 is of tokens that no state allows, stop ids among them: they have no transitions.
     after = jnp.where(kind == 0, 0, tables.transitions[at].astype(jnp.int32))
     return after, _count_on(tables.effects[at], grammar_count)
@@ -191,10 +203,10 @@ def set_masks(tables: Tables, rows: jax.Array, masks: jax.Array) -> Tables:
 class Piece:
     """As much of a grammar as `load` writes at once; entries beyond a count stay as they are."""
 
-    starts: np.ndarray  # int32 [4]: first state, transition, lookup and mask to write
+    starts: np.ndarray  # int32 [4]: first entry to write of states, transitions, lookups and masks
     counts: np.ndarray  # int32 [4]
     class_row: np.ndarray  # int32 []
-    states: np.ndarray  # int32 [LOADED_STATES, STATE_COLUMNS]
+    states: np.ndarray  # int32 [LOADED_STATES * STATE_COLUMNS]
     transitions: np.ndarray  # uint16 [LOADED_TRANSITIONS]
     effects: np.ndarray  # int16 [LOADED_TRANSITIONS]
     lookups: np.ndarray  # int32 [LOADED_LOOKUPS]
@@ -228,29 +240,30 @@ def _write(pool: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) 
 
 def pieces(load: GrammarLoad) -> list[Piece]:
     """A grammar in pieces of one shape, padded."""
-    sizes = LOADED_STATES, LOADED_TRANSITIONS, LOADED_LOOKUPS, LOADED_MASKS
-    lengths = len(load.states), len(load.transitions), len(load.lookups), len(load.masks)
-    first = load.place.states, load.place.transitions, load.first_lookup, load.first_mask
+    sizes = LOADED_STATES * STATE_COLUMNS, LOADED_TRANSITIONS, LOADED_LOOKUPS, LOADED_MASKS
+    lengths = load.states.size, len(load.transitions), len(load.lookups), len(load.masks)
+    first = load.place.states * STATE_COLUMNS, load.place.transitions, load.first_lookup, load.first_mask
 
     def make(index: int) -> Piece:
         done = np.minimum(index * np.array(sizes), lengths)
         counts = np.minimum(np.array(lengths) - done, sizes)
+        piece = nothing(len(load.class_of))
 
-        def part(table: np.ndarray, which: int) -> np.ndarray:
-            out = np.zeros((sizes[which], *table.shape[1:]), table.dtype)
-            out[: counts[which]] = table[done[which] : done[which] + counts[which]]
-            return out
+        def fill(padded: np.ndarray, table: np.ndarray, which: int) -> None:
+            part = table[done[which] : done[which] + counts[which]]
+            padded[tuple(map(slice, part.shape))] = part  # masks are padded to W words too
 
-        return Piece(
+        fill(piece.states, load.states.ravel(), 0)
+        fill(piece.transitions, load.transitions, 1)
+        fill(piece.effects, load.effects, 1)
+        fill(piece.lookups, load.lookups, 2)
+        fill(piece.masks, load.masks, 3)
+        return dataclasses.replace(
+            piece,
             starts=(first + done).astype(np.int32),
             counts=counts.astype(np.int32),
             class_row=np.array(load.place.classes, np.int32),
-            states=part(load.states, 0),
-            transitions=part(load.transitions, 1),
-            effects=part(load.effects, 1),
-            lookups=part(load.lookups, 2),
             class_of=load.class_of,
-            masks=part(load.masks, 3),
         )
 
     return [make(index) for index in range(max(-(-n // size) for n, size in zip(lengths, sizes, strict=True)))]
@@ -262,7 +275,7 @@ def nothing(vocab_size: int) -> Piece:
         starts=np.zeros(4, np.int32),
         counts=np.zeros(4, np.int32),
         class_row=np.array(0, np.int32),
-        states=np.zeros((LOADED_STATES, STATE_COLUMNS), np.int32),
+        states=np.zeros(LOADED_STATES * STATE_COLUMNS, np.int32),
         transitions=np.zeros(LOADED_TRANSITIONS, np.uint16),
         effects=np.zeros(LOADED_TRANSITIONS, np.int16),
         lookups=np.zeros(LOADED_LOOKUPS, np.int32),

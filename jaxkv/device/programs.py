@@ -209,8 +209,13 @@ def _sample_and_advance(
 ) -> tuple[RowState, jax.Array, Logprobs]:
     """Sample for all, remember for the live ones: a row that is not live stays as it was."""
     recent, grammar = state.recent[rows], (state.grammar_state[rows], state.grammar_count[rows])
-    allowed = automata.constrain(logits, params, *grammar, position, tables, live)
-    token_ids = sampler.sample(allowed, params, position, state.counts, rows, recent, live)
+
+    def choose() -> jax.Array:
+        allowed = automata.constrain(logits, params, *grammar, position, tables, live)
+        return sampler.sample(allowed, params, position, state.counts, rows, recent, live)
+
+    plain = sampler.is_plain(params, position) & (params.grammar_states == 0)
+    token_ids = jax.lax.cond((live & ~plain).any(), choose, lambda: sampler.argmax(logits))
     logprobs = sampler.logprobs_of(logits, token_ids, live & params.wants_logprobs)
     # A grammar lets a stop id through too early only where nothing else is left (behaviour 29): then it counts.
     may_stop = (position >= params.min_total_len) | (params.grammar_states != 0)

@@ -256,7 +256,7 @@ class Runner:
         num_rows = self.shards.num_rows
         all_rows = np.full(num_rows, -1, np.int32)
         all_masks = np.zeros((num_rows, automata.num_words(self._vocab_size)), np.uint32)
-        all_rows[: len(rows)], all_masks[: len(rows)] = rows, masks
+        all_rows[: len(rows)], all_masks[: len(rows), : masks.shape[1]] = rows, masks
         return all_rows, all_masks
 
     @property
@@ -274,7 +274,7 @@ class Runner:
         b, shards = self.buckets, self.shards
 
         yield functools.partial(self._warm_tables, "load_grammar", automata.nothing(self._vocab_size))
-        yield functools.partial(self._warm_tables, "set_masks", *self._pad_masks(NO_ROWS, self._no_masks()))
+        yield functools.partial(self._warm_tables, "set_masks", *self._pad_masks(NO_ROWS, np.zeros((0, 0), np.uint32)))
 
         def update(name: str, *args: Any) -> Callable[[], Any]:
             def step() -> Any:
@@ -316,9 +316,6 @@ class Runner:
     def _warm_tables(self, name: str, *args: Any) -> Any:
         self._tables = getattr(self._programs, name)(self._tables, *args)
         return self._tables.masks
-
-    def _no_masks(self) -> np.ndarray:
-        return np.zeros((0, automata.num_words(self._vocab_size)), np.uint32)
 
     def _warm_step(self, name: str, params: list[jax.Array], *args: Any) -> Any:
         program = getattr(self._programs, name)

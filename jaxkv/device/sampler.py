@@ -1,8 +1,9 @@
 """Logits and row parameters to token ids and log-probabilities: pure functions, no state.
 
 Order, as Hugging Face and vLLM have it: masks (allowed ids, bad words, stop ids before `min_tokens`), logit bias,
-penalties, temperature, top-k, top-p, min-p, draw. Every feature stands under a `lax.cond` on "does any row want it", so
-that a batch of greedy rows pays for an argmax only.
+penalties, temperature, top-k, top-p, min-p, draw. Every feature stands under a `lax.cond` on "does any row want it". A
+`cond` that changes nothing may still copy the logits (XLA:GPU always does), so those for features that few requests have
+stand under one more, and `programs` has a batch of rows that are all plain (`is_plain`) pay for an argmax only.
 
 No sort of the vocabulary: top-k and top-p are thresholds on the logits, found exactly by bisection over the 2^32
 float32 bit patterns. Tokens that tie with the threshold are all kept.
@@ -51,6 +52,22 @@ def sample(
     return argmax(logits)
 
 
+def is_plain(params: RowParams, position: jax.Array) -> jax.Array:
+    """bool [N]: rows that get the token of the largest raw logit, unless a grammar says otherwise."""
+    return (params.temperature == 0) & ~_is_adjusted(params, position)
+
+
+def _is_adjusted(params: RowParams, position: jax.Array) -> jax.Array:
+    """bool [N]: rows that `adjust` may change."""
+    return (
+        params.has_allowed
+        | params.penalised
+        | (position < params.min_total_len)
+        | (params.bias_ids[:, 0] != NO_TOKEN)
+        | (params.bad_words[:, 0, -1] != NO_TOKEN)
+    )
+
+
 def adjust(
     logits: jax.Array,
     params: RowParams,
@@ -65,14 +82,17 @@ def adjust(
     has_bias = live & (params.bias_ids[:, 0] != NO_TOKEN)
     has_bad_words = live & (params.bad_words[:, 0, -1] != NO_TOKEN)
 
-    logits = _where_any(live & params.has_allowed, lambda x: mask_allowed(x, params), logits)
-    logits = _where_any(has_bad_words, lambda x: mask_bad_words(x, params.bad_words, recent), logits)
-    logits = _where_any(too_early, lambda x: mask_stop_ids(x, params.stop_ids, too_early), logits)
-    logits = _where_any(has_bias, lambda x: add_bias(x, params), logits)
-    # Row by row: XLA:TPU gathers all rows' counts into VMEM at once, and does not compile where they exceed it.
-    return _where_any(
-        live & params.penalised, lambda x: penalise(x, jax.lax.map(lambda row: counts[row], rows), params), logits
-    )
+    def change(logits: jax.Array) -> jax.Array:
+        logits = _where_any(live & params.has_allowed, lambda x: mask_allowed(x, params), logits)
+        logits = _where_any(has_bad_words, lambda x: mask_bad_words(x, params.bad_words, recent), logits)
+        logits = _where_any(too_early, lambda x: mask_stop_ids(x, params.stop_ids, too_early), logits)
+        logits = _where_any(has_bias, lambda x: add_bias(x, params), logits)
+        # Row by row: XLA:TPU gathers all rows' counts into VMEM at once, and does not compile where they exceed it.
+        return _where_any(
+            live & params.penalised, lambda x: penalise(x, jax.lax.map(lambda row: counts[row], rows), params), logits
+        )
+
+    return _where_any(live & _is_adjusted(params, position), change, logits)
 
 
 def _where_any(flags: jax.Array, change, logits: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxkv import ops
 from jaxkv.config import DEMOTIONS, EVICTIONS, GrammarSizes, SchedulerConfig, TierConfig
 from jaxkv.device import kv_pool, page_transfer
+from jaxkv.device.automata import num_words
 from jaxkv.device.batch import Buckets, make_buckets
 from jaxkv.device.kv_pool import PoolSpec
 from jaxkv.errors import CapacityError, ConfigError
@@ -237,7 +238,7 @@ def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
     Raises:
         ConfigError: it is too little for any grammar.
     """
-    mask_bytes = -(-vocab_size // 32) * 4
+    mask_bytes = num_words(vocab_size) * 4
     total = num_bytes if num_bytes is not None else max(3 * 2048 * mask_bytes, 16 << 20)
     least = 64 * mask_bytes + 2 * vocab_size + (1 << 20)
     if total < least:

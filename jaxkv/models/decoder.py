@@ -37,16 +37,16 @@ class DecoderLayer(nnx.Module):
     def __init__(self, cfg: ModelConfig, dtype: jnp.dtype, stack: tuple[int, ...] = ()):
         k, g, d, e, f = cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads, cfg.head_dim, cfg.embed, cfg.ffn
 
-        def p(*shape: int, axes: tuple[str | None, ...], num_in: int = 0) -> nnx.Param:
-            return param(*stack, *shape, dtype=dtype, axes=(*("layers",) * len(stack), *axes), num_in=num_in)
+        def p(*shape: int, axes: tuple[str | None, ...], is_matrix: bool = False) -> nnx.Param:
+            return param(*stack, *shape, dtype=dtype, axes=(*("layers",) * len(stack), *axes), is_matrix=is_matrix)
 
         self.cfg = cfg
         if cfg.pre_norm:
             self.attn_norm, self.mlp_norm = p(e, axes=(None,)), p(e, axes=(None,))
         if cfg.post_norm:
             self.attn_out_norm, self.mlp_out_norm = p(e, axes=(None,)), p(e, axes=(None,))
-        self.qkv = p(k, g + 2, d, e, axes=("kv_heads", None, None, None), num_in=1)
-        self.out = p(e, k, g * d, axes=(None, "kv_heads", None), num_in=2)
+        self.qkv = p(k, g + 2, d, e, axes=("kv_heads", None, None, None), is_matrix=True)
+        self.out = p(e, k * g * d, axes=(None, "kv_heads"), is_matrix=True)
         if cfg.qkv_bias:
             self.qkv_bias = p(k, g + 2, d, axes=("kv_heads", None, None))
         if cfg.out_bias:
@@ -59,11 +59,11 @@ class DecoderLayer(nnx.Module):
         if cfg.experts is not None:
             x = cfg.experts.num
             self.router = p(x, e, axes=(None, None))
-            self.gate_up = p(x, 2, f, e, axes=("experts", None, None, None), num_in=1)
-            self.down = p(x, e, f, axes=("experts", None, None), num_in=1)
+            self.gate_up = p(x, 2, f, e, axes=("experts", None, None, None), is_matrix=True)
+            self.down = p(x, e, f, axes=("experts", None, None), is_matrix=True)
             return
-        self.gate_up = p(2, f, e, axes=(None, "ffn", None), num_in=1)
-        self.down = p(e, f, axes=(None, "ffn"), num_in=1)
+        self.gate_up = p(2, f, e, axes=(None, "ffn", None), is_matrix=True)
+        self.down = p(e, f, axes=(None, "ffn"), is_matrix=True)
         if cfg.mlp_bias:
             self.gate_up_bias = p(2, f, axes=(None, "ffn"))
             self.down_bias = p(e, axes=(None,))
@@ -105,7 +105,7 @@ class DecoderLayer(nnx.Module):
         attended, pool = attend(
             layer, q, rotate(k, phases), v, pool, scale=cfg.scale, window=window, soft_cap=cfg.soft_cap
         )
-        out = linear(attended, self.out[...], num_in=2)
+        out = linear(attended.reshape(x.shape[0], -1), self.out[...])
         return (out + read(self.out_bias[...])[None] if cfg.out_bias else out), pool
 
     def mlp(self, x: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ class Decoder(nnx.Module):
             self.layers = self.Layer(cfg, dtype, (cfg.num_layers,))
         self.final_norm = param(cfg.embed, dtype=dtype, axes=(None,))
         if not cfg.tied:
-            self.head = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None), num_in=1)
+            self.head = param(cfg.vocab_size, cfg.embed, dtype=dtype, axes=("vocab", None), is_matrix=True)
 
     def hidden(self, token_ids: jax.Array, positions: jax.Array, pool: Any, attend: Attend) -> tuple[jax.Array, Any]:
         """int32 `token_ids [T]` at `positions [T]` -> final hidden states `[T, E]` and the pool with their K/V."""

@@ -44,11 +44,6 @@ def copy_qkv(stored: jax.Array, copies: int) -> jax.Array:
     return jnp.concatenate([q, jnp.repeat(stored[:, heads - 2 :], copies, axis=0)], axis=1)
 
 
-def regroup_out(stored: jax.Array, copies: int) -> jax.Array:
-    """`[E, K, G * D]` -> `[E, K * C, G / C * D]`: the same numbers."""
-    return stored.reshape(stored.shape[0], stored.shape[1] * copies, -1)
-
-
 def copy_norm(stored: jax.Array, copies: int) -> jax.Array:
     """`[K, D]` -> `[K * C, D]`: of keys, over all heads; copies do not change the mean of the squares."""
     return jnp.repeat(stored, copies, axis=0) if stored.ndim == 2 else stored
@@ -63,7 +58,6 @@ def regroup_norm(stored: jax.Array, copies: int) -> jax.Array:
 COPY_HEADS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
     "layers/qkv": copy_qkv,
     "layers/qkv_bias": copy_qkv,
-    "layers/out": regroup_out,
     "layers/q_norm": regroup_norm,
     "layers/k_norm": copy_norm,
 }

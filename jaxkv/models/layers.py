@@ -7,7 +7,6 @@ bf16 twice as fast in this layout and XLA:TPU picks its own.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -37,16 +36,16 @@ class Attend(Protocol):
         ...
 
 
-def param(*shape: int, dtype: jnp.dtype, axes: tuple[str | None, ...], num_in: int = 0) -> nnx.Param:
+def param(*shape: int, dtype: jnp.dtype, axes: tuple[str | None, ...], is_matrix: bool = False) -> nnx.Param:
     """A parameter of zeros with one logical axis name per dimension (see `sharding.RULES`).
 
     Modules are only ever built under `nnx.eval_shape`, so nothing is allocated here.
 
     Args:
-        num_in: last axes that products contract, of a matrix that `linear` takes; such a one may be quantised (`quant`).
+        is_matrix: products contract its last axis, as `linear` does; such a one may be quantised (`quant`).
     """
     assert len(shape) == len(axes)
-    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes, num_in=num_in)
+    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes, is_matrix=is_matrix)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -91,25 +90,24 @@ def read(weight: Weight) -> jax.Array:
     return apply(lambda array: array, (weight,))
 
 
-def linear(x: jax.Array, weight: Weight, num_in: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """Contracts all but the first axis of `x [T, in..]` with the last `num_in` axes of `weight [out.., in..]`.
+def linear(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """Contracts `x [T, in]` with the last axis of `weight [out.., in]`.
 
     Returns `[T, out..]` in `out_dtype`, by default x's; float32 is never rounded to bf16 or TF32.
     """
     if isinstance(weight, PerLayer):
         # XLA:CPU multiplies bf16 into float32 twice as fast as into bf16 (SmolLM2's products: 13 against 27 ms for 1-2
         # rows, 20 against 37 ms for 16, with AVX512-BF16). One row goes its own way where its bits are at hand.
-        product = apply(lambda array, x: _linear_merged(x, array, num_in), (weight,), x)
+        product = apply(lambda array, x: _linear_merged(x, array), (weight,), x)
         return product.astype(out_dtype or x.dtype)
     if isinstance(weight, Quantised):
-        return scaled(linear(x, weight.values, num_in, out_dtype), read(weight.scale)[None])
+        return scaled(linear(x, weight.values, out_dtype), read(weight.scale)[None])
     weight = weight.astype(x.dtype)  # int8
-    num_out = weight.ndim - num_in
     # The out axes stay as they are: merged, one that is split over devices and not the first would be gathered.
     return jax.lax.dot_general(
-        x.reshape(x.shape[0], -1),
-        weight.reshape(*weight.shape[:num_out], -1),
-        (((1,), (num_out,)), ((), ())),
+        x,
+        weight,
+        (((1,), (weight.ndim - 1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=out_dtype,
     )
@@ -122,15 +120,15 @@ def unrounded(weight: Weight, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if isinstance(values, PerLayer) else dtype
 
 
-def _linear_merged(x: jax.Array, weight: jax.Array, num_in: int) -> jax.Array:
+def _linear_merged(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`linear` into float32 with the weight as a matrix: XLA:CPU transposes one of more axes at every call.
 
     (Where an axis but the first is split over devices, the weight is gathered; per-layer weights are the CPU's.)
     """
-    out_shape = weight.shape[:-num_in]
-    matrix = weight.reshape(math.prod(out_shape), -1)
+    *out_shape, num_in = weight.shape
+    matrix = weight.reshape(-1, num_in)
     if matrix.dtype == jnp.uint16:
-        product = one_row.multiply(x.reshape(1, -1), matrix)
+        product = one_row.multiply(x, matrix)
     elif x.shape[0] == 1 and x.dtype != jnp.float32:  # ten times slower than two
         product = linear(jnp.concatenate([x, x]), matrix, out_dtype=jnp.dtype(jnp.float32))[:1]
     else:
@@ -145,8 +143,7 @@ def lookup(table: jax.Array, token_ids: jax.Array, *, as_bits: bool) -> jax.Arra
         table: may be split over V; or its bits, see `one_row`.
         token_ids: int32.
         as_bits: read a bf16 table as bits, because XLA:CPU would convert all of it to float32 first; the barrier keeps
-            XLA from hoisting a copy of the bits out of the decode loop. XLA:TPU makes that copy in any case (131 MB a
-            step for Llama 3.1 8B over 8 devices, 14% of all bytes moved).
+            XLA from hoisting a copy of the bits out of the decode loop.
     """
     if table.dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(table[token_ids], jnp.bfloat16)

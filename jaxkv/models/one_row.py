@@ -25,11 +25,11 @@ def as_bits(leaf: Any) -> Any:
         leaf: an `nnx.Param` on a single CPU device.
 
     Returns:
-        The bits of a bf16 matrix, uint16 of the same shape `[out.., in..]`, over the parameter's own memory. Any other value
+        The bits of a bf16 matrix, uint16 of the same shape `[out.., in]`, over the parameter's own memory. Any other value
         as it is: of no matrix, quantised, of experts, or not a whole number of `LANES` wide.
     """
     value, first_axis = leaf.get_value(), leaf.logical_axes[0]
-    is_matrix = (leaf.num_in > 0 or first_axis == "vocab") and first_axis != "experts"
+    is_matrix = (leaf.is_matrix or first_axis == "vocab") and first_axis != "experts"
     if not is_matrix or not isinstance(value, jax.Array) or value.dtype != jnp.bfloat16 or value.shape[-1] % LANES:
         return value
     return jax.device_put(np.asarray(value).view(np.uint16), value.sharding)

@@ -39,7 +39,7 @@ def check_scheme(quant: str | None) -> None:
 class Quantised:
     """Stands in for an array in an `nnx.Param`, as `layers.PerLayer` does; its fields may be stacked, or `PerLayer`."""
 
-    values: Any  # int8 [out.., in..]
+    values: Any  # int8 [out.., in]
     scale: Any  # float32 [out..]
 
     def __getitem__(self, key: object) -> "Quantised":
@@ -51,24 +51,22 @@ class Quantised:
         return self.values.shape
 
 
-def quantise(weight: jax.Array, num_in: int) -> Quantised:
-    """`weight [out.., in..]`, the last `num_in` axes being in, to the nearest multiples of a 127th of a channel's largest.
+def quantise(weight: jax.Array) -> Quantised:
+    """`weight [out.., in]` to the nearest multiples of a 127th of a channel's largest.
 
     Both fields are the same on every mesh: no step of it depends on the order of a sum.
     """
     exact = weight.astype(jnp.float32)
-    axes = tuple(range(weight.ndim - num_in, weight.ndim))
-    largest = jnp.max(jnp.abs(exact), axis=axes, keepdims=True)
+    largest = jnp.max(jnp.abs(exact), axis=-1, keepdims=True)
     scale = largest / _MOST
     scale = jnp.where(scale == 0, 1.0, scale)  # a channel of zeros
     values = jnp.clip(jnp.round(exact / scale), -_MOST, _MOST)
-    return Quantised(values.astype(jnp.int8), jnp.squeeze(scale, axes))
+    return Quantised(values.astype(jnp.int8), jnp.squeeze(scale, -1))
 
 
 def dequantise(weight: Quantised) -> jax.Array:
-    """float32 `[out.., in..]`: what a `Quantised` stands for."""
-    num_in = weight.values.ndim - weight.scale.ndim
-    return weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, tuple(range(-num_in, 0)))
+    """float32 `[out.., in]`: what a `Quantised` stands for."""
+    return weight.values.astype(jnp.float32) * weight.scale[..., None]
 
 
 def scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
@@ -76,10 +74,10 @@ def scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
     return (product.astype(jnp.float32) * scale).astype(product.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def quantise_onto(weight: jax.Array, num_in: int, placed: tuple[NamedSharding, NamedSharding]) -> Quantised:
+@functools.partial(jax.jit, static_argnums=1)
+def quantise_onto(weight: jax.Array, placed: tuple[NamedSharding, NamedSharding]) -> Quantised:
     """`quantise` on the devices; `placed` says how values and scales lie there."""
-    made = quantise(weight, num_in)
+    made = quantise(weight)
     return Quantised(*map(jax.lax.with_sharding_constraint, (made.values, made.scale), placed))
 
 
@@ -88,9 +86,7 @@ def with_quantised_matrices(module: nnx.Module) -> nnx.Module:
     graph, state = nnx.split(module)
 
     def change(leaf: Any) -> Any:
-        if not leaf.num_in:
-            return leaf
-        return leaf.replace(jax.eval_shape(functools.partial(quantise, num_in=leaf.num_in), leaf.get_value()))
+        return leaf.replace(jax.eval_shape(quantise, leaf.get_value())) if leaf.is_matrix else leaf
 
     return nnx.merge(graph, nnx.from_flat_state([(path, change(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
@@ -104,4 +100,4 @@ def shardings(leaf: Any, mesh: Mesh, skip: int = 0) -> tuple[NamedSharding, ...]
     """How the arrays of a parameter lie over a mesh, without its first `skip` axes: a `Quantised` has two."""
     axes = leaf.logical_axes[skip:]
     whole = named(mesh, axes)
-    return (whole, named(mesh, axes[: -leaf.num_in])) if is_quantised(leaf) else (whole,)
+    return (whole, named(mesh, axes[:-1])) if is_quantised(leaf) else (whole,)

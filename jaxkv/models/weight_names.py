@@ -34,7 +34,7 @@ def decoder_weights(cfg: ModelConfig, names: Names = Names()) -> WeightMap:
         "embed": whole("model.embed_tokens.weight", v, e),
         "final_norm": whole("model.norm.weight", e),
         "layers/qkv": _qkv(cfg, attn, "weight", (e,), names.fused),
-        "layers/out": whole(attn + "o_proj.weight", e, h, view=(e, cfg.num_kv_heads, h // cfg.num_kv_heads)),
+        "layers/out": whole(attn + "o_proj.weight", e, h),
         **{f"layers/{param}": whole(f"{LAYER}{module}.weight", e) for param, module in names.norms.items()},
         **_qk_norms(cfg, attn),
         **(_experts(cfg, names) if cfg.experts else _mlp(cfg, LAYER + "mlp.", names.fused)),

@@ -81,6 +81,15 @@ def test_only_the_kernel_makes_a_pool() -> None:
     assert hlo.scatters(scattered, LAYER) == 1
 
 
+def test_arguments_that_are_laid_out_anew() -> None:
+    assert hlo.copied_arguments(parse()) == 0
+    assert hlo.copied_arguments(parse("%copied = bf16[3,4,8]{0,1,2} copy(%p0)")) == 3 * 4 * 8 * 2
+    through_the_chip = """%start.1 = (bf16[3,4,8]{2,1,0:S(1)}, bf16[3,4,8]{2,1,0}, u32[]{:S(2)}) copy-start(%p0)
+  %done.1 = bf16[3,4,8]{2,1,0:S(1)} copy-done(%start.1)"""
+    assert hlo.copied_arguments(parse(through_the_chip)) == 0, "read once, where it is used"
+    assert hlo.copied_arguments(parse(through_the_chip + "\n  %copied = bf16[3,4,8]{0,1,2} copy(%done.1)")) == 192
+
+
 def test_counts_bytes() -> None:
     module = parse()
     layer = 4 * 8 * 2  # a layer's weights, or one of the small arrays

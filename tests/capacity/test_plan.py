@@ -21,8 +21,8 @@ GIB = 2**30
 STEP = StepFacts(
     program="decode", num_tokens=16, vocab_size=128256, pool_bytes=8 * GIB, layer_pool_bytes=GIB // 4, argument_bytes=10 * GIB,
     alias_bytes=8 * GIB, temp_bytes=2**20, output_bytes=8 * GIB, moved_bytes=2 * GIB, pool_is_aliased=True,
-    collectives={"all-reduce": 2}, pool_sized={"custom-call[aliased]": 1}, pool_scatters=0, has_layer_loop=True,
-    attention="tpu", compile_s=1.5,
+    collectives={"all-reduce": 2}, pool_sized={"custom-call[aliased]": 1}, copied_argument_bytes=0, pool_scatters=0,
+    has_layer_loop=True, attention="tpu", compile_s=1.5,
 )  # fmt: skip
 
 

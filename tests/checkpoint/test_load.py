@@ -91,7 +91,7 @@ def test_loading_writes_stacks_in_place(source: HfSource, monkeypatch: pytest.Mo
 def test_a_mesh_that_does_not_divide_the_model(tmp_path: Path) -> None:
     source = HfSource(write_hf(tmp_path, hf_config(), random_tensors(hf_config())))
     with pytest.raises(
-        ConfigError, match=r"tensor=4 does not divide the axis kv_heads=2 of layers/out; .* divisor of 2"
+        ConfigError, match=r"tensor=4 does not divide the axis kv_heads=2 of layers/qkv; .* divisor of 2"
     ):
         load(source, tensor=4)
 

@@ -15,8 +15,8 @@ def bf16(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
 
 
-def bits_of(weight: jax.Array, num_in: int = 1, axes: tuple[str | None, ...] | None = None) -> jax.Array:
-    leaf = param(*weight.shape, dtype=weight.dtype, axes=axes or (None,) * weight.ndim, num_in=num_in)
+def bits_of(weight: jax.Array, is_matrix: bool = True, axes: tuple[str | None, ...] | None = None) -> jax.Array:
+    leaf = param(*weight.shape, dtype=weight.dtype, axes=axes or (None,) * weight.ndim, is_matrix=is_matrix)
     return one_row.as_bits(leaf.replace(weight))
 
 
@@ -43,13 +43,13 @@ def test_bits_are_the_weights_own_memory() -> None:
 
 
 def test_what_no_single_row_is_multiplied_with_stays_as_it_is() -> None:
-    for weight, num_in, axes in [
-        (bf16(32), 0, None),  # a norm
-        (bf16(4, 2, 32, 16), 1, ("experts", None, None, None)),
-        (bf16(8, 24), 1, None),  # not in whole vectors
-        (bf16(8, 32).astype(jnp.float32), 1, None),
+    for weight, is_matrix, axes in [
+        (bf16(32), False, None),  # a norm
+        (bf16(4, 2, 32, 16), True, ("experts", None, None, None)),
+        (bf16(8, 24), True, None),  # not in whole vectors
+        (bf16(8, 32).astype(jnp.float32), True, None),
     ]:
-        assert bits_of(weight, num_in, axes) is weight
+        assert bits_of(weight, is_matrix, axes) is weight
 
 
 def test_linear_and_lookup_take_bits() -> None:

@@ -60,7 +60,7 @@ def toy_weights(cfg: ModelConfig) -> WeightMap:
             "final_norm": whole("last_norm", e),
             "layers/attn_norm": whole(block + "norm", e),
             "layers/qkv": whole(block + "qkv", heads + 2 * k * d, e, view=(k, heads // (k * d) + 2, d, e)),
-            "layers/out": whole(block + "out", e, heads, view=(e, k, heads // k)),
+            "layers/out": whole(block + "out", e, heads),
             "layers/gate_up": whole(block + "gate_up", 2 * f, e, view=(2, f, e)),
             "layers/down": whole(block + "down", e, f),
         }
