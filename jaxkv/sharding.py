@@ -22,6 +22,7 @@ RULES: dict[str | None, str | None] = {
     "rows": DATA,
     "pages": DATA,
     "kv_heads": TENSOR,
+    "heads": TENSOR,  # the numbers of all query heads, one after the other: a device has those of its KV heads
     "ffn": TENSOR,
     "vocab": TENSOR,
     "experts": TENSOR,

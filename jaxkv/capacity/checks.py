@@ -22,7 +22,7 @@ def complaints(facts: StepFacts, *, tensor: int, usable_bytes: int, copied_bytes
         facts: of the compiled program.
         tensor: devices over which heads are split.
         usable_bytes: of one device.
-        copied_bytes: weights that the compiler is known to copy, in every step, which is forgiven.
+        copied_bytes: weights that the compiler is known to copy, which is forgiven.
     """
     found = []
     if not facts.pool_is_aliased or facts.alias_bytes < facts.pool_bytes:
@@ -34,7 +34,7 @@ def complaints(facts: StepFacts, *, tensor: int, usable_bytes: int, copied_bytes
     if copies:
         found.append(f"operations make arrays as large as a layer of the pool: {copies}")
     if facts.copied_argument_bytes > copied_bytes + COPIED_BYTES:
-        found.append(f"{format_bytes(facts.copied_argument_bytes)} of the arguments are copied in every step")
+        found.append(f"{format_bytes(facts.copied_argument_bytes)} of the arguments are copied at each call")
     if facts.pool_scatters and facts.attention != "xla":
         found.append(f"{facts.pool_scatters} scatters write to the pool")
     expected = {"all-reduce": 2} if tensor > 1 else {}

@@ -47,7 +47,7 @@ class StepFacts:
     pool_is_aliased: bool
     collectives: Mapping[str, int]  # in one layer, by kind
     pool_sized: Mapping[str, int]  # operations that make an array as large as a layer of the pool
-    copied_argument_bytes: int  # of arguments that are laid out anew before the step: weights, tables
+    copied_argument_bytes: int  # of arguments that are laid out anew at each call: weights, tables
     pool_scatters: int
     has_layer_loop: bool
     attention: str  # the back end's name

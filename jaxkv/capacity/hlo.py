@@ -257,17 +257,25 @@ def _are_layers(array: Array, layer_elements: int) -> bool:
 
 
 def copied_arguments(module: Module) -> int:
-    """Bytes of arguments that the program copies whole before it works on them, to lay them out otherwise."""
-    lines = {line.name: line for line in module.computations[ENTRY]}
+    """Bytes of copies that have type and shape of an argument: the program lays it out otherwise before it works on it.
 
-    def is_argument(name: str) -> bool:
-        line = lines[name]
-        if line.op in ("copy-start", "copy-done", "bitcast"):  # into on-chip memory first
-            return is_argument(line.operands[0])
-        return line.op == "parameter"
-
-    copies = [line for line in lines.values() if line.op == "copy" and is_argument(line.operands[0])]
-    return sum(array.num_bytes for line in copies for array in line.result)
+    By shape, for on its way to the copy an argument may pass through other memory, in pieces, or into called computations.
+    """
+    arguments = {
+        (array.dtype, array.shape)
+        for line in module.computations[ENTRY]
+        if line.op == "parameter"
+        for array in line.result
+    }
+    return sum(
+        array.num_bytes
+        for name, lines in module.computations.items()
+        if name not in module.fused
+        for line in lines
+        if line.op == "copy"
+        for array in line.result
+        if array.shape and (array.dtype, array.shape) in arguments
+    )
 
 
 def scatters(module: Module, layer_elements: int) -> int:

@@ -29,7 +29,7 @@ from jaxkv.errors import CheckpointError, JaxkvError
 from jaxkv.models.quant import is_quantised
 from jaxkv.models.weights import WeightMap
 
-_FORMAT = 1
+_FORMAT = 2
 _PARAMS = "params"
 _CHUNK_BYTES = 32 << 20  # largest piece of a file that a shard has to read
 _BATCH_BYTES = 32 << 20  # restored by one call; a call costs 30 ms whatever it reads
@@ -95,7 +95,9 @@ class OrbaxSource:
         self.location = folder
         marker = read_json(folder / CHECKPOINT_MARKER)
         if marker.get("format") != _FORMAT:
-            raise CheckpointError(f"{folder}: format {marker.get('format')} is not known; this jaxkv reads {_FORMAT}")
+            raise CheckpointError(
+                f"{folder}: format {marker.get('format')} is not known, this jaxkv reads {_FORMAT}; convert the model again"
+            )
         self.digest = str(marker["digest"])
         self.config: Mapping[str, Any] = read_json(folder / "config.json")
         path = folder / "generation_config.json"

@@ -9,8 +9,8 @@ the host writes before each step (`set_masks`).
 Axis letters: N sampled rows, V vocabulary, W words of a mask, S states, C token classes of a grammar.
 
 On TPUs an array lies in memory in the order of axes that its tiles of 8 x 128 pad least, and a gather of rows from one
-that lies column by column first copies it whole, in every step. So masks are as wide as fills tiles, and states lie one
-after the other along one axis.
+that lies column by column first copies it whole, at each call of a step. So masks are as wide as fills tiles, and states
+lie one after the other along one axis.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _LANES = 128  # columns of a tile of a TPU's memory
 class Tables:
     """The pools. Each ends with as much slack as `load` writes at once."""
 
-    states: jax.Array  # int32 [S * STATE_COLUMNS]: one after the other, see `_state`
+    states: jax.Array  # int32 [S * STATE_COLUMNS]: one after the other, see `_column`
     transitions: jax.Array  # uint16 [.]: entry `FIRST + class`, with FIRST of the state, is the state that follows
     effects: jax.Array  # int16 [.]: on the counter, at the same places: >= 0 adds, < 0 sets to the complement
     lookups: jax.Array  # int32 [.]: mask rows and distances, see `address`
@@ -53,7 +53,7 @@ class Tables:
     masks: jax.Array  # uint32 [M, W]: bit (token % 32) of word (token // 32)
 
 
-def num_words(vocab_size: int) -> int:
+def mask_width(vocab_size: int) -> int:
     """W: ceil(V / 32), rounded up to whole tiles."""
     return -(-vocab_size // (32 * _LANES)) * _LANES
 
@@ -73,7 +73,7 @@ def init_tables(sizes: GrammarSizes, max_rows: int, vocab_size: int) -> Tables:
         effects=jnp.zeros(num_transitions, jnp.int16),
         lookups=jnp.concatenate([jnp.arange(num_host, dtype=jnp.int32), jnp.zeros(num_lookups, jnp.int32)]),
         classes=jnp.zeros((1 + sizes.num_grammars, vocab_size), jnp.uint16),
-        masks=jnp.zeros((num_host + sizes.num_masks + LOADED_MASKS, num_words(vocab_size)), jnp.uint32),
+        masks=jnp.zeros((num_host + sizes.num_masks + LOADED_MASKS, mask_width(vocab_size)), jnp.uint32),
     )
 
 
@@ -90,26 +90,26 @@ def constrain(
     bound = live & (params.grammar_states != 0)
 
     def apply(logits: jax.Array) -> jax.Array:
-        state = _state(tables, params.grammar_states + grammar_state)
-        mask = tables.lookups[address(state, MASK, grammar_count)]
+        state = params.grammar_states + grammar_state
+        mask = tables.lookups[address(tables, state, MASK, grammar_count)]
         bits = unpack(tables.masks[mask], logits.shape[1])
         masked = jnp.where(bits | ~bound[:, None], logits, NEG_INF)
         remaining = params.max_total_len - 1 - position  # tokens that may follow the sampled one
-        tight = bound & (state[:, SLACK] > remaining)
+        tight = bound & (_column(tables, state, SLACK) > remaining)
         masked = jax.lax.cond(
             tight.any(),
             lambda x: fit_budget(x, params, grammar_state, grammar_count, remaining, tables, tight),
             lambda x: x,
             masked,
         )
-        return _allow_stops(masked, logits, params.stop_ids, state[:, STOPS], bound)
+        return _allow_stops(masked, logits, params.stop_ids, _column(tables, state, STOPS), bound)
 
     return jax.lax.cond(bound.any(), apply, lambda x: x, logits)
 
 
-def _state(tables: Tables, index: jax.Array) -> jax.Array:
-    """int32 [N, STATE_COLUMNS] of the states int32 [N]."""
-    return tables.states[index[:, None] * STATE_COLUMNS + jnp.arange(STATE_COLUMNS)[None]]
+def _column(tables: Tables, states: jax.Array, column: int) -> jax.Array:
+    """int32 [N]: one of the STATE_COLUMNS numbers of each of `states` int32 [N], counted from the first in the pool."""
+    return tables.states[states * STATE_COLUMNS + column]
 
 
 def unpack(words: jax.Array, vocab_size: int) -> jax.Array:
@@ -118,18 +118,18 @@ def unpack(words: jax.Array, vocab_size: int) -> jax.Array:
     return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
 
 
-def address(states: jax.Array, first: int, count: jax.Array) -> jax.Array:
+def address(tables: Tables, states: jax.Array, first: int, count: jax.Array) -> jax.Array:
     """int32 [N]: where a number that depends on state and counter stands in `lookups`.
 
     `base + clip(count - low_a, 0, len_a) + clip(count - low_b, 0, len_b)`: it changes only near the least and the most
     count of a string.
 
     Args:
-        states: int32 [N, STATE_COLUMNS].
+        states: int32 [N], as of `_column`.
         first: MASK or DIST, the first of the five columns.
         count: int32 [N].
     """
-    base, low_a, len_a, low_b, len_b = (states[:, first + i] for i in range(5))
+    base, low_a, len_a, low_b, len_b = (_column(tables, states, first + i) for i in range(5))
     return base + jnp.clip(count - low_a, 0, len_a) + jnp.clip(count - low_b, 0, len_b)
 
 
@@ -154,12 +154,12 @@ def fit_budget(
             # By class, with what lies in the pool beyond the state's own, whose classes the mask forbids; then by token.
             follow = jax.lax.dynamic_slice_in_dim(tables.transitions, at, MAX_CLASSES).astype(jnp.int32)
             counts = _count_on(jax.lax.dynamic_slice_in_dim(tables.effects, at, MAX_CLASSES), count)
-            dist = tables.lookups[address(_state(tables, states + follow), DIST, counts)]
+            dist = tables.lookups[address(tables, states + follow, DIST, counts)]
             return jnp.where((dist <= remaining)[tables.classes[classes].astype(jnp.int32)], x, NEG_INF)
 
         return jax.lax.cond(tight, cut, lambda x: x, logits)
 
-    first = _state(tables, params.grammar_states + grammar_state)[:, FIRST]
+    first = _column(tables, params.grammar_states + grammar_state, FIRST)
     at = params.grammar_transitions + first
     rows = (logits, params.grammar_classes, at, params.grammar_states, grammar_count, remaining, tight)
     return jax.lax.map(one_row, rows)
@@ -186,7 +186,7 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """States and counters int32 [N] after `token_ids` int32 [N]; free rows and host rows stay at 0."""
     kind = tables.classes[params.grammar_classes, token_ids].astype(jnp.int32)
-    first = _state(tables, params.grammar_states + grammar_state)[:, FIRST]
+    first = _column(tables, params.grammar_states + grammar_state, FIRST)
     at = params.grammar_transitions + first + kind
     # Class 0 is of tokens that no state allows, stop ids among them: they have no transitions.
     after = jnp.where(kind == 0, 0, tables.transitions[at].astype(jnp.int32))
@@ -280,5 +280,5 @@ def nothing(vocab_size: int) -> Piece:
         effects=np.zeros(LOADED_TRANSITIONS, np.int16),
         lookups=np.zeros(LOADED_LOOKUPS, np.int32),
         class_of=np.zeros(vocab_size, np.uint16),
-        masks=np.zeros((LOADED_MASKS, num_words(vocab_size)), np.uint32),
+        masks=np.zeros((LOADED_MASKS, mask_width(vocab_size)), np.uint32),
     )

@@ -255,7 +255,7 @@ class Runner:
         """Both as long as there are rows, so that one program serves every number of them."""
         num_rows = self.shards.num_rows
         all_rows = np.full(num_rows, -1, np.int32)
-        all_masks = np.zeros((num_rows, automata.num_words(self._vocab_size)), np.uint32)
+        all_masks = np.zeros((num_rows, automata.mask_width(self._vocab_size)), np.uint32)
         all_rows[: len(rows)], all_masks[: len(rows), : masks.shape[1]] = rows, masks
         return all_rows, all_masks
 

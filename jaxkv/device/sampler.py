@@ -15,6 +15,8 @@ Axis letters: N sampled rows, V vocabulary.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,18 +56,31 @@ def sample(
 
 def is_plain(params: RowParams, position: jax.Array) -> jax.Array:
     """bool [N]: rows that get the token of the largest raw logit, unless a grammar says otherwise."""
-    return (params.temperature == 0) & ~_is_adjusted(params, position)
+    return (params.temperature == 0) & ~_any(_wanted(params, position))
 
 
-def _is_adjusted(params: RowParams, position: jax.Array) -> jax.Array:
-    """bool [N]: rows that `adjust` may change."""
-    return (
-        params.has_allowed
-        | params.penalised
-        | (position < params.min_total_len)
-        | (params.bias_ids[:, 0] != NO_TOKEN)
-        | (params.bad_words[:, 0, -1] != NO_TOKEN)
+class _Wanted(NamedTuple):
+    """bool [N] each: rows for which `adjust` has something to do."""
+
+    allowed: jax.Array
+    bad_words: jax.Array
+    min_len: jax.Array
+    bias: jax.Array
+    penalties: jax.Array
+
+
+def _wanted(params: RowParams, position: jax.Array) -> _Wanted:
+    return _Wanted(
+        allowed=params.has_allowed,
+        bad_words=params.bad_words[:, 0, -1] != NO_TOKEN,
+        min_len=position < params.min_total_len,
+        bias=params.bias_ids[:, 0] != NO_TOKEN,
+        penalties=params.penalised,
     )
+
+
+def _any(wanted: _Wanted) -> jax.Array:
+    return functools.reduce(jnp.logical_or, wanted)
 
 
 def adjust(
@@ -78,21 +93,19 @@ def adjust(
     live: jax.Array,
 ) -> jax.Array:
     """Logits [N, V] after masks, bias and penalties, which greedy rows choose from; arguments as of `sample`."""
-    too_early = live & (position < params.min_total_len)
-    has_bias = live & (params.bias_ids[:, 0] != NO_TOKEN)
-    has_bad_words = live & (params.bad_words[:, 0, -1] != NO_TOKEN)
+    wanted = _Wanted(*(live & flags for flags in _wanted(params, position)))
 
-    def change(logits: jax.Array) -> jax.Array:
-        logits = _where_any(live & params.has_allowed, lambda x: mask_allowed(x, params), logits)
-        logits = _where_any(has_bad_words, lambda x: mask_bad_words(x, params.bad_words, recent), logits)
-        logits = _where_any(too_early, lambda x: mask_stop_ids(x, params.stop_ids, too_early), logits)
-        logits = _where_any(has_bias, lambda x: add_bias(x, params), logits)
+    def change(x: jax.Array) -> jax.Array:
+        x = _where_any(wanted.allowed, lambda x: mask_allowed(x, params), x)
+        x = _where_any(wanted.bad_words, lambda x: mask_bad_words(x, params.bad_words, recent), x)
+        x = _where_any(wanted.min_len, lambda x: mask_stop_ids(x, params.stop_ids, wanted.min_len), x)
+        x = _where_any(wanted.bias, lambda x: add_bias(x, params), x)
         # Row by row: XLA:TPU gathers all rows' counts into VMEM at once, and does not compile where they exceed it.
         return _where_any(
-            live & params.penalised, lambda x: penalise(x, jax.lax.map(lambda row: counts[row], rows), params), logits
+            wanted.penalties, lambda x: penalise(x, jax.lax.map(lambda row: counts[row], rows), params), x
         )
 
-    return _where_any(live & _is_adjusted(params, position), change, logits)
+    return _where_any(_any(wanted), change, logits)
 
 
 def _where_any(flags: jax.Array, change, logits: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxkv import ops
 from jaxkv.config import DEMOTIONS, EVICTIONS, GrammarSizes, SchedulerConfig, TierConfig
 from jaxkv.device import kv_pool, page_transfer
-from jaxkv.device.automata import num_words
+from jaxkv.device.automata import mask_width
 from jaxkv.device.batch import Buckets, make_buckets
 from jaxkv.device.kv_pool import PoolSpec
 from jaxkv.errors import CapacityError, ConfigError
@@ -229,7 +229,7 @@ def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
 
     Measured on 148 public schemas with 128k tokens: the median grammar has 700 states and 149 masks (2.9 MB in all), the
     ninth of ten 3,900 and 327 (6.6 MB). Half of the memory goes to masks, most of the rest to token classes and
-    transitions. (More masks than half of 100 MB and XLA:TPU's temporaries grow beyond what the compile proof allows.)
+    transitions.
 
     Args:
         num_bytes: None is what 2,048 masks take, three times: 100 MB for a vocabulary of 128k.
@@ -238,7 +238,7 @@ def grammar_sizes(num_bytes: int | None, vocab_size: int) -> GrammarSizes:
     Raises:
         ConfigError: it is too little for any grammar.
     """
-    mask_bytes = num_words(vocab_size) * 4
+    mask_bytes = mask_width(vocab_size) * 4
     total = num_bytes if num_bytes is not None else max(3 * 2048 * mask_bytes, 16 << 20)
     least = 64 * mask_bytes + 2 * vocab_size + (1 << 20)
     if total < least:

@@ -46,7 +46,8 @@ class DecoderLayer(nnx.Module):
         if cfg.post_norm:
             self.attn_out_norm, self.mlp_out_norm = p(e, axes=(None,)), p(e, axes=(None,))
         self.qkv = p(k, g + 2, d, e, axes=("kv_heads", None, None, None), is_matrix=True)
-        self.out = p(e, k * g * d, axes=(None, "kv_heads"), is_matrix=True)
+        # One axis for all heads: with few KV heads as one of its own, XLA:TPU lays a layer's weights out anew.
+        self.out = p(e, k * g * d, axes=(None, "heads"), is_matrix=True)
         if cfg.qkv_bias:
             self.qkv_bias = p(k, g + 2, d, axes=("kv_heads", None, None))
         if cfg.out_bias:

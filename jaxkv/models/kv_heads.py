@@ -3,7 +3,7 @@
 The copies are made once, when the weights are loaded. The model that runs is a plain one with more KV heads and fewer
 query heads on each, so no step repeats K or V; its page pool holds the copies, too.
 
-Axis letters: H query heads, K KV heads of the checkpoint, C copies of each, G = H // K, D head dim, E embed.
+Axis letters: H query heads, K KV heads of the checkpoint, C copies of each, G = H // K, D head dim.
 """
 
 import dataclasses

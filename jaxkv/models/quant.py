@@ -4,7 +4,7 @@ A product multiplies by the whole numbers, which the activations' dtype holds ex
 `sum_i x_i (q_oi s_o) = s_o sum_i x_i q_oi`. So what is computed is the model of the dequantised weights, up to the order
 of roundings; all that is lost is lost when the weights are rounded.
 
-Matrices are the parameters that say how many axes their products contract (`layers.param`): those of attention, MLP and
+Matrices are the parameters that say that they are (`layers.param`): those of attention, MLP and
 experts, and a head that is not tied to the embedding. Embedding, norms, biases and routers stay as they are.
 """
 

@@ -84,10 +84,11 @@ def test_only_the_kernel_makes_a_pool() -> None:
 def test_arguments_that_are_laid_out_anew() -> None:
     assert hlo.copied_arguments(parse()) == 0
     assert hlo.copied_arguments(parse("%copied = bf16[3,4,8]{0,1,2} copy(%p0)")) == 3 * 4 * 8 * 2
-    through_the_chip = """%start.1 = (bf16[3,4,8]{2,1,0:S(1)}, bf16[3,4,8]{2,1,0}, u32[]{:S(2)}) copy-start(%p0)
+    prefetched = """%start.1 = (bf16[3,4,8]{2,1,0:S(1)}, bf16[3,4,8]{2,1,0}, u32[]{:S(2)}) copy-start(%p0)
   %done.1 = bf16[3,4,8]{2,1,0:S(1)} copy-done(%start.1)"""
-    assert hlo.copied_arguments(parse(through_the_chip)) == 0, "read once, where it is used"
-    assert hlo.copied_arguments(parse(through_the_chip + "\n  %copied = bf16[3,4,8]{0,1,2} copy(%done.1)")) == 192
+    assert hlo.copied_arguments(parse(prefetched)) == 0, "read once, where it is used"
+    assert hlo.copied_arguments(parse(prefetched + "\n  %copied = bf16[3,4,8]{0,1,2} copy(%done.1)")) == 192
+    assert hlo.copied_arguments(parse("%copied = f32[3,4,8]{0,1,2} copy(%activations)")) == 0
 
 
 def test_counts_bytes() -> None:

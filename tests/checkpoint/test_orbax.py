@@ -109,7 +109,7 @@ def test_damaged_checkpoints(source: HfSource, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"out/params: its directory cannot be read"):
         load(checkpoint)
     (folder / "jaxkv.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="format 9 is not known; this jaxkv reads 1"):
+    with pytest.raises(CheckpointError, match="format 9 is not known, this jaxkv reads 2; convert"):
         OrbaxSource(folder)
 
 

@@ -14,15 +14,16 @@ from jaxkv.capacity.checks import complaints
 from jaxkv.capacity.compiled import AbstractEngine, StepFacts
 from jaxkv.capacity.known import KNOWN
 from jaxkv.capacity.proof import CASES, FAMILY_CASES, ROWS, Case, engine_of, layout_of, prove
-from jaxkv.device import programs, sampler
+from jaxkv.device import automata, programs, sampler
 from jaxkv.device.settings import EngineConfig
 from jaxkv.errors import ConfigError
+from jaxkv.grammar_layout import STATE_COLUMNS
 from jaxkv.models import decoder
 
 pytestmark = pytest.mark.compile
 
 SMALL = Case("v6e:2x2", "llama-3.2-1b", tensor=4)
-MOST_MOVED = {"tpu": 1.06, "gpu": 1.13, "xla": 1.2}  # bytes of a decode step over weights, live K/V and logits
+MOST_MOVED = {"tpu": 1.05, "gpu": 1.12, "xla": 1.2}  # bytes of a decode step over weights, live K/V and logits
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,8 @@ def test_step_programs(case: Case) -> None:
     for step, found in zip(proof.steps, proof.complaints, strict=True):
         assert step.attention == kernels.get(case.parsed.chip.name, "xla")
         assert not found, step
-    assert proof.ratio <= MOST_MOVED[proof.steps[0].attention]
+    if not layout_of(case).copied_bytes(case.parsed.chip):
+        assert proof.ratio <= MOST_MOVED[proof.steps[0].attention]
 
 
 # --- every family, with narrow layers and greedy decoding: what families differ in is quick to compile -----------------
@@ -155,8 +157,21 @@ def test_without_its_option_a_tpu7x_copies_the_weights(monkeypatch: pytest.Monke
     need(case)
     engine = _third_of_the_pool(engine_of(case), case)  # room for the copies
     monkeypatch.setattr(engine.programs, "decode", jax.jit(engine.programs.decode.__wrapped__, donate_argnums=(1, 2)))
-    facts = engine.decode(ROWS)
-    assert facts.temp_bytes > engine.weight_bytes and _complaints(facts, case)
+    found = _complaints(engine.decode(ROWS), case)
+    assert any("of the arguments are copied" in each for each in found), found
+
+
+def test_states_as_rows_of_a_table_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lie column by column, because rows of 13 would be padded to 128; see `automata`."""
+    case = Case("v6e:1x1", "llama-3.2-1b")
+    need(case)
+    engine = engine_of(case)
+    flat = engine.tables.states
+    rows = jax.ShapeDtypeStruct((flat.size // STATE_COLUMNS, STATE_COLUMNS), flat.dtype, sharding=flat.sharding)
+    engine.tables = dataclasses.replace(engine.tables, states=rows)
+    monkeypatch.setattr(automata, "_column", lambda tables, states, column: tables.states[states][:, column])
+    found = _complaints(engine.decode(ROWS), case)
+    assert any("of the arguments are copied" in each for each in found), found
 
 
 def _complaints(facts: StepFacts, case: Case) -> list[str]:

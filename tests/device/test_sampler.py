@@ -209,6 +209,27 @@ def test_a_mask_that_leaves_nothing_gives_way(r: Row) -> None:
     assert int(sample(LOGITS, **pack([r], V, N))[0]) == 9
 
 
+@pytest.mark.parametrize(
+    ("plain", "r"),
+    [
+        (True, row(temperature=0)),
+        (True, row(temperature=0, top_k=3, top_p=0.5, min_p=0.1, stop_ids=(9,))),
+        (True, row(temperature=0, stop_ids=(9,), output=(4, 4), min_tokens=2)),  # as many as that are there
+        (False, row(temperature=0.1)),
+        (False, row(temperature=0, allowed_token_ids=(9,))),
+        (False, row(temperature=0, bad_words_ids=[(9,)])),
+        (False, row(temperature=0, stop_ids=(9,), output=(4,), min_tokens=2)),
+        (False, row(temperature=0, logit_bias={1: 1.0})),
+        (False, row(temperature=0, repetition_penalty=2.0)),
+        (False, row(temperature=0, presence_penalty=1.0)),
+        (False, row(temperature=0, frequency_penalty=1.0)),
+    ],
+)
+def test_rows_that_take_the_largest_logit(plain: bool, r: Row) -> None:
+    args = pack([r], V)
+    assert bool(sampler.is_plain(args["params"], args["position"])[0]) == plain
+
+
 # --- rows do not touch each other ------------------------------------------------------------------------------------
 
 
