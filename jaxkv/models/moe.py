@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import sharding
 from jaxkv.models.config import Experts
@@ -37,7 +38,8 @@ def mixture(
         return _local_mixture(gate_up, down, ids, *arrays, activation=activation)
 
     def on_all(gate_up: Any, down: Any, *arrays: jax.Array) -> jax.Array:
-        ids = jnp.arange(experts.num, dtype=jnp.int32)
+        # No `jnp.arange`: XLA makes one of it and the one in `sizes`, and splits that over devices too.
+        ids = np.arange(experts.num, dtype=np.int32)
         return sharding.sum_over_tensor_shards(on_device, num_split=3)(gate_up, down, ids, *arrays)
 
     return apply(on_all, (gate_up, down), x, weights, order, place, sizes)
