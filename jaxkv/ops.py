@@ -140,7 +140,7 @@ def _tpu(kernel: ModuleType, options: tuple[tuple[str, bool], ...]) -> Backend:
     return Backend(
         name="tpu", paged_attention=kernel.paged_attention, storage_dtype=kernel.storage_dtype,
         storage_shape=kernel.storage_shape, pack=kernel.pack, unpack=kernel.unpack, refuses=refuses,
-        compiler_options=options, quantised_options=options,
+        compiler_options=options, quantised_options=options,  # the embedding stays in bf16
     )  # fmt: skip
 
 

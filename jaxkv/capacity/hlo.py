@@ -260,6 +260,7 @@ def copied_arguments(module: Module) -> int:
     """Bytes of copies that have type and shape of an argument: the program lays it out otherwise before it works on it.
 
     By shape, for on its way to the copy an argument may pass through other memory, in pieces, or into called computations.
+    Copies inside fusions are not seen; what they move counts in `traffic`.
     """
     arguments = {
         (array.dtype, array.shape)
